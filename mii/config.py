@@ -1,0 +1,67 @@
+"""The deployment's frozen configuration.
+
+`EngineConfig` is what an engine is made of; `DeploymentConfig` is what `mii.serve` starts. Both are
+plain frozen dataclasses that cross process boundaries as JSON. Users' spellings, aliases included,
+are turned into them once, at the edge, by `mii.options`; nothing behind it reads the environment.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+DEFAULT_PORT = 50050
+DEFAULT_REST_PORT = 28080
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """One replica's engine. `None` means: chosen by `mii.strategy` from model and machine."""
+
+    model_path: str  # absolute path of a folder in Hugging Face form
+    tokenizer_path: str  # the same, unless another tokenizer was asked for
+    model_name: str  # what users call the model
+    dtype: str = "auto"  # float32, bfloat16, float16; auto follows config.json and the machine
+    device: str = "auto"  # cpu or cuda; auto takes cuda where there is one
+    tensor_parallel: int = 1
+    max_length: int | None = None  # prompt + new tokens; None: the model's context
+    block_size: int | None = None  # tokens per block of the KV cache
+    num_blocks: int | None = None  # blocks of the KV cache
+    kv_cache_bytes: int | None = None  # in place of num_blocks
+    gpu_memory_fraction: float = 0.9  # of the device, for weights and KV cache together
+    max_ragged_batch_size: int | None = None  # tokens per step: Dynamic SplitFuse's budget
+    max_ragged_sequence_count: int | None = None  # sequences per step
+    max_tracked_sequences: int = 2048  # sequences known to the engine, waiting ones included
+    prefix_caching: bool = True
+    threads: int | None = None  # CPU threads of each rank
+    skip_tokenizer: bool = False  # ids in, ids out
+    chat_template: str | None = None  # in place of the model's own
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class DeploymentConfig:
+    """What `mii.serve` starts: replicas of one engine behind a router."""
+
+    deployment_name: str
+    engine: EngineConfig
+    replica_num: int = 1
+    host: str = "localhost"  # where the router listens
+    port: int = DEFAULT_PORT
+    port_is_default: bool = False  # not asked for: another free port will do if it is taken
+    enable_rest: bool = False
+    rest_host: str = "localhost"
+    rest_port: int = DEFAULT_REST_PORT
+    rest_port_is_default: bool = False
+    startup_timeout: float = 600.0  # seconds without progress until a start counts as failed
+
+    def to_json(self) -> str:
+        """Encode for another process."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> DeploymentConfig:
+        """Decode what `to_json` gave."""
+        values: dict[str, Any] = json.loads(text)
+        return DeploymentConfig(**{**values, "engine": EngineConfig(**values["engine"])})

@@ -1,0 +1,286 @@
+"""Sampling parameters: their names, types, ranges and defaults.
+
+This is the one place where they are judged. `check_params` takes what a user wrote, whatever the
+surface (Python, gRPC, JSON); `resolve_params` fills in what was left out; `resolve_length` fits the
+answer into the context. What the engine sees afterwards is valid.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any
+
+from mii.errors import ContextLengthExceeded, InvalidArgument, UnknownArgument
+
+MAX_STOP_STRINGS = 64
+MAX_STOP_LENGTH = 1024  # characters
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIASES = 4096
+_MAX_INT = 2**31 - 1
+
+
+class Defaults(Enum):
+    """What stands in for parameters that a request leaves out."""
+
+    MII = 0  # DeepSpeed-MII's
+    MODEL = 1  # the model's generation_config.json, then temperature 1 and top_p 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request is to be answered. Every value has passed `check_params`.
+
+    Order of application, as in transformers: repetition penalty, presence and frequency penalty,
+    logit bias, minimum length; then temperature, top_k, top_p, min_p.
+    """
+
+    max_new_tokens: int | None = None  # None: the rest of the context
+    max_length: int | None = None  # prompt + new tokens; wins over max_new_tokens
+    min_new_tokens: int = 0
+    temperature: float = 1.0  # 0: the most probable token
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None  # None: drawn by whoever accepts the request
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # the k most probable tokens beside the sampled one; None: off
+    return_full_text: bool = False
+
+    @property
+    def greedy(self) -> bool:
+        """Whether each token is simply the most probable one."""
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether logits depend on the tokens that came before, beyond the model itself."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+
+# Below this, logits divided by the temperature leave fp32's useful range: the result is greedy.
+_LEAST_TEMPERATURE = 1e-5
+
+ALIASES = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "stop_strings": "stop",
+}
+
+
+def _integer(name: str, value: object, low: int, high: int, note: str = "") -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InvalidArgument.of(name, value, f"an integer from {low} to {high}{note}")
+    return value
+
+
+def _number(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
+    allowed = f"a number {'above' if above else 'from'} {low:g} {'up ' if above else ''}to {high:g}"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidArgument.of(name, value, allowed)
+    try:
+        number = float(value)
+    except OverflowError:
+        raise InvalidArgument.of(name, value, allowed) from None
+    if not math.isfinite(number) or not low <= number <= high or (above and number == low):
+        raise InvalidArgument.of(name, value, allowed)
+    return number
+
+
+def _boolean(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidArgument.of(name, value, "true or false")
+    return value
+
+
+def _stop(name: str, value: object) -> tuple[str, ...]:
+    items = [value] if isinstance(value, str) else value
+    allowed = (
+        f"a string or up to {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_LENGTH} characters each"
+    )
+    if not isinstance(items, list | tuple) or len(items) > MAX_STOP_STRINGS:
+        raise InvalidArgument.of(name, value, allowed)
+    for item in items:
+        if not isinstance(item, str) or not 1 <= len(item) <= MAX_STOP_LENGTH:
+            raise InvalidArgument.of(name, item, allowed)
+    return tuple(dict.fromkeys(items))
+
+
+def _token_ids(name: str, value: object) -> tuple[int, ...]:
+    allowed = f"up to {MAX_STOP_STRINGS} token ids"
+    if not isinstance(value, list | tuple) or len(value) > MAX_STOP_STRINGS:
+        raise InvalidArgument.of(name, value, allowed)
+    return tuple(dict.fromkeys(_integer(name, item, 0, _MAX_INT) for item in value))
+
+
+def _logit_bias(name: str, value: object) -> tuple[tuple[int, float], ...]:
+    allowed = f"a map of up to {MAX_LOGIT_BIASES} token ids to numbers from -100 to 100"
+    if not isinstance(value, Mapping) or len(value) > MAX_LOGIT_BIASES:
+        raise InvalidArgument.of(name, value, allowed)
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        text = str(key) if isinstance(key, int) and not isinstance(key, bool) else key
+        if not isinstance(text, str) or not text.isascii() or not text.isdigit():
+            raise InvalidArgument.of(f"{name} key", key, "a token id of the model's vocabulary")
+        token = _integer(f"{name} key", int(text[:20]), 0, _MAX_INT)
+        biases[token] = _number(f"{name}[{text}]", bias, -100, 100)
+    return tuple(sorted(biases.items()))
+
+
+_CHECKS: dict[str, Callable[[str, object], Any]] = {
+    "max_new_tokens": lambda name, value: _integer(name, value, 1, _MAX_INT),
+    "max_length": lambda name, value: _integer(name, value, 1, _MAX_INT),
+    "min_new_tokens": lambda name, value: _integer(name, value, 0, _MAX_INT),
+    "do_sample": _boolean,
+    "temperature": lambda name, value: _number(name, value, 0, 100),
+    "top_k": lambda name, value: _integer(name, value, -1, _MAX_INT, " (0 or -1: off)"),
+    "top_p": lambda name, value: _number(name, value, 0, 1),
+    "min_p": lambda name, value: _number(name, value, 0, 1),
+    "repetition_penalty": lambda name, value: _number(name, value, 0, 100, above=True),
+    "presence_penalty": lambda name, value: _number(name, value, -2, 2),
+    "frequency_penalty": lambda name, value: _number(name, value, -2, 2),
+    "logit_bias": _logit_bias,
+    "seed": lambda name, value: _integer(name, value, 0, 2**63 - 1),
+    "n": lambda name, value: _integer(name, value, 1, MAX_CHOICES),
+    "stop": _stop,
+    "stop_token_ids": _token_ids,
+    "ignore_eos": _boolean,
+    "logprobs": lambda name, value: _integer(name, value, 0, MAX_LOGPROBS),
+    "return_full_text": _boolean,
+}
+
+PARAMETER_NAMES = tuple(_CHECKS)
+
+
+def check_params(values: Mapping[str, object], where: str = "generate()") -> dict[str, Any]:
+    """Return the parameters under their own names, checked; None counts as left out.
+
+    Raises:
+        UnknownArgument: for a name that is no parameter.
+        InvalidArgument: for a value of the wrong type or out of range.
+    """
+    checked: dict[str, Any] = {}
+    for given, value in values.items():
+        name = ALIASES.get(given, given)
+        if name not in _CHECKS:
+            raise UnknownArgument.named(given, [*_CHECKS, *ALIASES], where)
+        if value is None:
+            continue
+        if name in checked and given != name:
+            raise InvalidArgument(f"{given} and {name} are the same parameter: give one", given)
+        checked[name] = _CHECKS[name](given, value)
+    low, high = checked.get("min_new_tokens", 0), checked.get("max_new_tokens")
+    if high is not None and low > high:
+        raise InvalidArgument.of("min_new_tokens", low, f"at most max_new_tokens, {high}")
+    return checked
+
+
+_MII_DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9}
+_FROM_GENERATION_CONFIG = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def model_defaults(generation_config: Mapping[str, object]) -> dict[str, Any]:
+    """Return the sampling defaults that a model's generation_config.json states, if they are valid.
+
+    A config with do_sample false says nothing about sampling: its other values do not count.
+    """
+    if generation_config.get("do_sample") is False:
+        return {}
+    defaults = {}
+    for name in _FROM_GENERATION_CONFIG:
+        value = generation_config.get(name)
+        if value is not None:
+            try:
+                defaults[name] = _CHECKS[name](name, value)
+            except InvalidArgument:
+                continue
+    return defaults
+
+
+def resolve_params(
+    checked: Mapping[str, Any],
+    defaults: Defaults = Defaults.MII,
+    generation_defaults: Mapping[str, Any] | None = None,
+) -> SamplingParams:
+    """Fill in what `check_params` found absent. An explicit value always wins over a default."""
+    base = _MII_DEFAULTS if defaults is Defaults.MII else dict(generation_defaults or {})
+    values = {**base, **checked}
+    do_sample = values.pop("do_sample", True)
+    if not do_sample or values.get("temperature", 1.0) < _LEAST_TEMPERATURE:
+        values["temperature"] = 0.0
+    values["top_k"] = max(0, values.get("top_k", 0))
+    return SamplingParams(**values)
+
+
+def resolve_length(
+    params: SamplingParams, prompt_length: int, max_length: int, *, strict: bool
+) -> int:
+    """Return how many new tokens the answer may have.
+
+    Args:
+        params: the request's parameters.
+        prompt_length: tokens of the prompt.
+        max_length: tokens that the engine can hold for one sequence.
+        strict: refuse an explicit max_new_tokens that does not fit (the OpenAI API's rule) instead
+            of ending the answer where the context ends (DeepSpeed-MII's).
+
+    Raises:
+        ContextLengthExceeded: if there is no room for the prompt and one new token, or, when
+            strict, for max_new_tokens.
+    """
+    wanted = params.max_new_tokens
+    if prompt_length >= max_length:
+        raise ContextLengthExceeded(
+            f"the prompt has {prompt_length} tokens, and the context is {max_length} tokens "
+            "for prompt and answer together: shorten the prompt",
+            "prompt",
+        )
+    if strict and wanted is not None and prompt_length + wanted > max_length:
+        raise ContextLengthExceeded(
+            f"max_tokens = {wanted} does not fit: the context is {max_length} tokens, of which the "
+            f"prompt takes {prompt_length}: ask for at most {max_length - prompt_length}",
+            "max_tokens",
+        )
+    if params.max_length is not None:
+        if params.max_length <= prompt_length:
+            raise ContextLengthExceeded(
+                f"max_length = {params.max_length} leaves no room for an answer: the prompt has "
+                f"{prompt_length} tokens, and max_length counts them",
+                "max_length",
+            )
+        max_length = min(max_length, params.max_length)
+    room = max_length - prompt_length
+    return room if wanted is None else min(wanted, room)
+
+
+def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Refuse parameters that name ids outside the model's vocabulary.
+
+    Raises:
+        InvalidArgument: naming the parameter and the id.
+    """
+    allowed = f"a token id from 0 to {vocab_size - 1}"
+    for token, _ in params.logit_bias:
+        if token >= vocab_size:
+            raise InvalidArgument.of("logit_bias", token, allowed)
+    for token in params.stop_token_ids:
+        if token >= vocab_size:
+            raise InvalidArgument.of("stop_token_ids", token, allowed)
+
+
+assert {f.name for f in fields(SamplingParams)} | {"do_sample"} == set(_CHECKS)

@@ -1,0 +1,151 @@
+"""Every error that a user can meet.
+
+    MIIError
+    ├── InvalidArgument            a value outside its type or range (gRPC INVALID_ARGUMENT, HTTP 400)
+    │   ├── UnknownArgument        a name that nothing knows; suggests the nearest known one
+    │   └── ContextLengthExceeded  prompt or prompt + wanted tokens beyond the context
+    ├── ModelError                 a model that cannot be found, read or run
+    │   └── UnsupportedModel       a family, dtype or quantisation that there is no code for
+    ├── DeploymentError            a deployment that cannot start or has failed
+    │   ├── PortInUse
+    │   └── DeploymentNotFoundError
+    └── ServiceError               an answer that did not come
+        ├── Unavailable            nobody is there to answer; trying again may help (UNAVAILABLE, 503)
+        ├── Overloaded             a queue is full; retry after `retry_after` seconds (RESOURCE_EXHAUSTED, 429)
+        ├── DeadlineExceeded       the caller's deadline passed (DEADLINE_EXCEEDED, 504)
+        ├── Cancelled              the caller cancelled (CANCELLED, 499)
+        └── InternalError          a fault of ours (INTERNAL, 500)
+
+`code` is a stable word for logs, metrics and the OpenAI error body.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MIIError(Exception):
+    """Base of all errors raised by mii."""
+
+    code = "error"
+
+
+class InvalidArgument(MIIError, ValueError):
+    """A value that is not allowed. `field` names it, in the caller's spelling."""
+
+    code = "invalid_argument"
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+    @classmethod
+    def of(cls, field: str, value: object, allowed: str) -> InvalidArgument:
+        """Build the usual message: the field, the value (shortened), and what is allowed."""
+        return cls(f"{field} = {shorten(value)} is not allowed: it must be {allowed}", field)
+
+
+class UnknownArgument(InvalidArgument):
+    """An argument name that is not known."""
+
+    code = "unknown_argument"
+
+    @classmethod
+    def named(cls, name: str, known: Iterable[str], where: str) -> UnknownArgument:
+        """Build the message for `name`, which `where` (such as "serve()") does not take."""
+        near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return cls(f"{where} has no argument {shorten(name)}{hint}", name)
+
+
+class ContextLengthExceeded(InvalidArgument):
+    """A prompt, or a prompt with its wanted new tokens, that the context cannot hold."""
+
+    code = "context_length_exceeded"
+
+
+class ModelError(MIIError, RuntimeError):
+    """A model that cannot be found, read or run."""
+
+    code = "model_error"
+
+
+class UnsupportedModel(ModelError):
+    """A model of a kind that mii has no code for."""
+
+    code = "unsupported_model"
+
+
+class DeploymentError(MIIError, RuntimeError):
+    """A deployment that cannot start or has failed."""
+
+    code = "deployment_error"
+
+
+class PortInUse(DeploymentError):
+    """A port that another process holds."""
+
+    code = "port_in_use"
+
+
+class DeploymentNotFoundError(DeploymentError):
+    """No deployment of that name or address is running."""
+
+    code = "deployment_not_found"
+
+
+class ServiceError(MIIError, RuntimeError):
+    """An answer that did not come."""
+
+    code = "service_error"
+
+
+class Unavailable(ServiceError):
+    """Nobody is there to answer."""
+
+    code = "unavailable"
+
+
+class Overloaded(ServiceError):
+    """A queue is full. `retry_after` is in seconds."""
+
+    code = "overloaded"
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class DeadlineExceeded(ServiceError):
+    """The caller's deadline passed before the answer was whole."""
+
+    code = "deadline_exceeded"
+
+
+class Cancelled(ServiceError):
+    """The caller cancelled the request."""
+
+    code = "cancelled"
+
+
+class InternalError(ServiceError):
+    """A fault of ours; the message says where the log is."""
+
+    code = "internal_error"
+
+
+def shorten(value: object, limit: int = 80) -> str:
+    """Return a printable, ASCII-safe form of a user's value that is never longer than `limit`.
+
+    Large values are cut before they are formatted, so that a 100 MB string costs nothing.
+    """
+    if isinstance(value, str | bytes) and len(value) > limit:
+        value = value[:limit]
+        return ascii(value)[: limit - 3] + "..."
+    if isinstance(value, list | tuple | dict | set | frozenset) and len(value) > 16:
+        return f"a {type(value).__name__} of {len(value)} items"
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
+    text = ascii(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
