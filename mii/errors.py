@@ -1,8 +1,9 @@
 """Every error that a user can meet.
 
     MIIError
-    ├── InvalidArgument            a value outside its type or range (gRPC INVALID_ARGUMENT, HTTP 400)
+    ├── InvalidArgument            a value outside its type or range (INVALID_ARGUMENT, 400)
     │   ├── UnknownArgument        a name that nothing knows; suggests the nearest known one
+    │   ├── ModelNotFound          a model that the deployment does not serve (NOT_FOUND, 404)
     │   └── ContextLengthExceeded  prompt or prompt + wanted tokens beyond the context
     ├── ModelError                 a model that cannot be found, read or run
     │   └── UnsupportedModel       a family, dtype or quantisation that there is no code for
@@ -10,8 +11,8 @@
     │   ├── PortInUse
     │   └── DeploymentNotFoundError
     └── ServiceError               an answer that did not come
-        ├── Unavailable            nobody is there to answer; trying again may help (UNAVAILABLE, 503)
-        ├── Overloaded             a queue is full; retry after `retry_after` seconds (RESOURCE_EXHAUSTED, 429)
+        ├── Unavailable            nobody is there to answer; try again later (UNAVAILABLE, 503)
+        ├── Overloaded             a queue is full; try again later (RESOURCE_EXHAUSTED, 429)
         ├── DeadlineExceeded       the caller's deadline passed (DEADLINE_EXCEEDED, 504)
         ├── Cancelled              the caller cancelled (CANCELLED, 499)
         └── InternalError          a fault of ours (INTERNAL, 500)
@@ -57,6 +58,12 @@ class UnknownArgument(InvalidArgument):
         near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         return cls(f"{where} has no argument {shorten(name)}{hint}", name)
+
+
+class ModelNotFound(InvalidArgument):
+    """A model name that the deployment does not serve."""
+
+    code = "model_not_found"
 
 
 class ContextLengthExceeded(InvalidArgument):
