@@ -1,0 +1,151 @@
+"""Turns what a user sends into requests that the engine can run: judged, rendered, tokenised."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mii.engine.params import (
+    Defaults,
+    SamplingParams,
+    check_token_ids,
+    resolve_length,
+    resolve_params,
+)
+from mii.engine.stopping import split_special_stops
+from mii.errors import InvalidArgument
+from mii.models.tokenizer import TokenizerLike
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation, to be rendered by the model's chat template."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+Prompt = str | Sequence[int] | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One sequence to generate. Everything in it has been checked."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int  # 63 bits
+    choice_index: int  # which of the prompt's n answers
+    max_new_tokens: int
+    stop_ids: frozenset[int]  # ids that end the sequence
+    stop_strings: tuple[str, ...]
+    prefix_text: str = ""  # what the answer's text begins with
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a request is judged against."""
+
+    vocab_size: int
+    max_length: int  # tokens that the engine can hold for one sequence
+    eos_ids: frozenset[int]
+    generation_defaults: Mapping[str, Any]  # see params.model_defaults
+
+
+class PromptProcessor:
+    """Prepares requests. Has no state of its own: may be used from any thread."""
+
+    def __init__(self, tokenizer: TokenizerLike | None, limits: ModelLimits) -> None:
+        self.optional_tokenizer = tokenizer
+        self.limits = limits
+
+    @property
+    def tokenizer(self) -> TokenizerLike:
+        """The model's tokenizer.
+
+        Raises:
+            InvalidArgument: if the engine runs without one.
+        """
+        if self.optional_tokenizer is None:
+            raise InvalidArgument(
+                "this model is served without a tokenizer (skip_tokenizer): send token ids",
+                "prompt",
+            )
+        return self.optional_tokenizer
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        checked_params: Mapping[str, Any],
+        *,
+        request_id: str,
+        defaults: Defaults = Defaults.MII,
+        strict: bool = False,
+    ) -> list[GenerationRequest]:
+        """Return one request for each of the `n` answers.
+
+        Args:
+            prompt: text, token ids, or a conversation.
+            checked_params: what `check_params` returned.
+            request_id: for logs.
+            defaults: what stands in for parameters left out.
+            strict: refuse a max_new_tokens that the context cannot hold.
+
+        Raises:
+            InvalidArgument: for a prompt or parameter that this model cannot take.
+        """
+        params = resolve_params(checked_params, defaults, self.limits.generation_defaults)
+        check_token_ids(params, self.limits.vocab_size)
+        ids = self.tokenize(prompt)
+        if not ids:
+            raise InvalidArgument("the prompt is empty: send at least one token", "prompt")
+        if max(ids) >= self.limits.vocab_size or min(ids) < 0:
+            wrong = next(i for i in ids if not 0 <= i < self.limits.vocab_size)
+            allowed = f"a token id from 0 to {self.limits.vocab_size - 1}"
+            raise InvalidArgument.of("prompt", wrong, allowed)
+        room = resolve_length(params, len(ids), self.limits.max_length, strict=strict)
+        stop_strings, special_ids = params.stop, frozenset[int]()
+        if params.stop:
+            stop_strings, special_ids = split_special_stops(params.stop, self.tokenizer)
+        eos = frozenset[int]() if params.ignore_eos else self.limits.eos_ids
+        request = GenerationRequest(
+            request_id=request_id,
+            prompt_ids=tuple(ids),
+            params=params,
+            seed=params.seed if params.seed is not None else secrets.randbits(63),
+            choice_index=0,
+            max_new_tokens=room,
+            stop_ids=eos | special_ids | frozenset(params.stop_token_ids),
+            stop_strings=stop_strings,
+            prefix_text=self._prompt_text(prompt, ids) if params.return_full_text else "",
+        )
+        return [replace(request, choice_index=choice) for choice in range(params.n)]
+
+    def tokenize(self, prompt: Prompt, add_special_tokens: bool = True) -> Sequence[int]:
+        """Return the token ids of a prompt; the text of a conversation gets no further ones.
+
+        Raises:
+            ContextLengthExceeded: for a text that certainly does not fit.
+            InvalidArgument: for a conversation that the template refuses.
+        """
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, add_special_tokens, limit=self.limits.max_length)
+        if isinstance(prompt, ChatPrompt):
+            text = self.tokenizer.render_chat(
+                prompt.messages,
+                tools=prompt.tools,
+                add_generation_prompt=prompt.add_generation_prompt,
+                continue_final_message=prompt.continue_final_message,
+                template_kwargs=prompt.template_kwargs,
+            )
+            return self.tokenizer.encode(text, False, limit=self.limits.max_length)
+        return prompt
+
+    def _prompt_text(self, prompt: Prompt, ids: Sequence[int]) -> str:
+        return prompt if isinstance(prompt, str) else self.tokenizer.decode(ids)
