@@ -159,9 +159,7 @@ class InferenceEngineV2:
             self._state.name_full_blocks(self._state.get_or_create_sequence(uid))
         return logits[torch.tensor(order).argsort().to(logits.device)]
 
-    def query(
-        self, uid: int, max_request_tokens: int, max_request_blocks: int
-    ) -> tuple[int, int]:
+    def query(self, uid: int, max_request_tokens: int, max_request_blocks: int) -> tuple[int, int]:
         """Return how many tokens of a sequence could be put next, and the blocks they would take.
 
         Args:

@@ -38,9 +38,9 @@ class SchedulingError(MIIError, RuntimeError):
 class SequenceState:
     """One sequence. `token_ids` runs ahead of `num_computed`, which a step moves on.
 
-        token_ids   |<---- prompt ---->|<---- generated ---->|
-        computed    |<--- keys and values exist --->|
-        blocks      |   0   |   1   |   2   |   3   |   4   |
+    token_ids   |<---- prompt ---->|<---- generated ---->|
+    computed    |<--- keys and values exist --->|
+    blocks      |   0   |   1   |   2   |   3   |   4   |
     """
 
     uid: int
