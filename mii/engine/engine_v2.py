@@ -196,7 +196,7 @@ class InferenceEngineV2:
         return sequence.num_computed % self._state.block_size if sequence is not None else 0
 
     def flush(self, uid: int) -> None:
-        """Forget a sequence that `put` began; its blocks are free again. Unknown uids are ignored."""
+        """Forget a sequence that `put` began and free its blocks. Unknown uids are ignored."""
         self._state.flush_sequence(uid)
 
     @property

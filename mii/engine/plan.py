@@ -39,7 +39,7 @@ class PlannedSequence:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One forward pass. Sequences with one token come first, so that kernels may treat them apart."""
+    """One forward pass. Sequences with one token come first: kernels may treat them apart."""
 
     step: int  # counts from 0 over the engine's life
     sequences: tuple[PlannedSequence, ...]

@@ -18,7 +18,7 @@ class ParallelGroup(Protocol):
         ...
 
     def gather_columns(self, tensor: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
-        """Return [rows, sum(widths)]: the ranks' [rows, widths[rank]] side by side, on every rank."""
+        """Return [rows, sum(widths)]: the ranks' [rows, widths[rank]] side by side, on each."""
         ...
 
     def close(self) -> None:

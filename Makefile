@@ -1,0 +1,23 @@
+# Everything a developer runs. `make demo` and `make test` set up the machine themselves.
+.PHONY: setup demo test lint full-test clean
+
+setup:
+	@scripts/setup
+
+demo: setup ## serve the built-in model with two replicas, ask it in every way, stop it
+	@.venv/bin/python examples/demo.py
+
+lint: setup ## style, types, and who may import whom
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+
+test: lint ## what CI runs
+	.venv/bin/python -m pytest -q
+
+full-test: lint ## the long forms of the checks, too (about an hour on 2 cores)
+	.venv/bin/python -m pytest -q --full
+
+clean:
+	rm -rf .venv build dist *.egg-info
