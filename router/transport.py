@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Final, Protocol, TypeVar
 
 import grpc
@@ -9,6 +10,7 @@ from grpc.aio import EOF  # type: ignore[attr-defined]  # grpc-stubs lacks it
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from mii.channel import channel_options
+from mii.errors import Unavailable
 from mii.proto.inference_pb2 import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -147,6 +149,12 @@ class GrpcCall:
             return await self._call.read()
         except grpc.aio.AioRpcError as error:
             raise error_of_call(error) from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # Not this task was cancelled but the call, with its channel.
+            raise Unavailable("the connection to the worker was given up") from None
 
 
 async def _reply(

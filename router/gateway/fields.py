@@ -1,0 +1,149 @@
+"""Fields that the OpenAI API's routes share: which are read, which are refused, which ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from mii.engine.params import ALIASES, PARAMETER_NAMES, check_params
+from mii.errors import InvalidArgument
+from mii.proto.inference_pb2 import (
+    DEFAULTS_MODEL,
+    GenerateRequest,
+    Prompt,
+    SamplingParams,
+)
+from mii.router.requests import sampling_message
+
+_SAMPLING: Final = {*PARAMETER_NAMES, *ALIASES} - {"logprobs", "return_full_text", "max_length"}
+_READ: Final = _SAMPLING | {"model", "stream", "stream_options"}
+
+# What would change the answer and is not built, with the values by which nothing is asked for.
+_UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "modalities": (["text"],),
+    "audio": (),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "prompt_logprobs": (),
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request of the OpenAI API, understood."""
+
+    request: GenerateRequest
+    choices: int  # answers to each prompt
+    include_usage: bool  # at the end of a stream
+    ignored: tuple[str, ...]  # fields that nothing here reads
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the answer."""
+        return {"x-mii-ignored": ", ".join(self.ignored)} if self.ignored else {}
+
+
+def understand(
+    body: Mapping[str, Any],
+    prompts: list[Prompt],
+    own_fields: frozenset[str],
+    own_sampling: Mapping[str, object],
+) -> Asked:
+    """Put together what was asked.
+
+    Args:
+        body: the request's JSON object.
+        prompts: read from it already.
+        own_fields: fields that the route reads itself.
+        own_sampling: sampling parameters that the route has read, or its defaults.
+
+    Raises:
+        InvalidArgument: naming the field.
+    """
+    _refuse_unsupported(body)
+    stream = flag(body, "stream")
+    sampling = _sampling(body, own_sampling)
+    request = GenerateRequest(
+        model=text(body, "model", "default"),
+        prompts=prompts,
+        sampling=sampling,
+        stream=stream,
+        defaults=DEFAULTS_MODEL,
+    )
+    given = {name for name, value in body.items() if value is not None}
+    ignored = given - _READ - own_fields - _UNSUPPORTED.keys()
+    # Names of fields come from the client: only those that are fit for a header are named in one.
+    words = sorted(name for name in ignored if name.isidentifier() and name.isascii())
+    return Asked(
+        request=request,
+        choices=sampling.n if sampling.HasField("n") else 1,
+        include_usage=_include_usage(body, stream),
+        ignored=tuple(name[:40] for name in words[:20]),
+    )
+
+
+def flag(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """Return a field that is true or false; null counts as left out.
+
+    Raises:
+        InvalidArgument: if it is something else.
+    """
+    value = body.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise InvalidArgument.of(name, value, "true or false")
+    return value
+
+
+def text(body: Mapping[str, Any], name: str, default: str) -> str:
+    """Return a field that is a string; null counts as left out.
+
+    Raises:
+        InvalidArgument: if it is something else.
+    """
+    value = body.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, str):
+        raise InvalidArgument.of(name, value, "a string")
+    return value
+
+
+def _sampling(body: Mapping[str, Any], own: Mapping[str, object]) -> SamplingParams:
+    values = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
+    if "max_completion_tokens" in values:
+        values.pop("max_tokens", None)  # which it supersedes
+    limits = ("max_new_tokens", "max_tokens", "max_completion_tokens")
+    if any(name in values for name in limits):
+        own = {name: value for name, value in own.items() if name not in limits}
+    return sampling_message(check_params({**own, **values}, "this route"))
+
+
+def _refuse_unsupported(body: Mapping[str, Any]) -> None:
+    for name, harmless in _UNSUPPORTED.items():
+        value = body.get(name)
+        if value is not None and value not in harmless:
+            raise InvalidArgument(f"{name} is not supported here: leave it out", name)
+
+
+def _include_usage(body: Mapping[str, Any], stream: bool) -> bool:
+    options = body.get("stream_options")
+    if options is None:
+        return False
+    if not isinstance(options, dict):
+        raise InvalidArgument.of("stream_options", options, "an object")
+    if not stream:
+        raise InvalidArgument("stream_options is only for stream = true", "stream_options")
+    return flag(options, "include_usage")

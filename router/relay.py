@@ -1,0 +1,280 @@
+"""One request's way to the replicas and back.
+
+GenerateRequest --split--> Submission per prompt --policy--> replica
+Generation <--deltas of all submissions, as they come-- replicas
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
+
+from mii.errors import InternalError, Unavailable
+from mii.proto.inference_pb2 import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    GenerateRequest,
+    GenerateResponse,
+    ListModelsResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from mii.router.limits import MAX_PROMPTS_IN_FLIGHT, RequestLimit
+from mii.router.replicas import Replica, Replicas
+from mii.router.requests import check_model, check_request, new_request_id, split
+from mii.router.transport import WorkerTransport
+
+# Beyond this, messages wait in the workers until the client has read.
+_MAX_WAITING_MESSAGES: Final = 256
+# Messages that wait for the client are merged up to this: well below the 4 MiB that clients accept
+# unless they are told otherwise.
+_MAX_MERGED_BYTES: Final = 2**20
+
+_Answer = TypeVar("_Answer")
+
+
+@dataclass
+class ChoiceState:
+    """What has come back of one answer."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+
+
+@dataclass(eq=False)
+class Submission:
+    """One prompt on its way: all that is needed to go on with it on another replica."""
+
+    request: GenerateRequest  # one prompt, its seed drawn
+    prompt_index: int  # in the client's request
+    choices: list[ChoiceState]
+
+    def record(self, response: GenerateResponse) -> None:
+        """Note what a worker has sent, and number it as the client does.
+
+        Raises:
+            InternalError: if the worker breaks the protocol.
+        """
+        for delta in response.deltas:
+            delta.prompt_index = self.prompt_index
+            if delta.choice_index >= len(self.choices):
+                raise InternalError(f"a worker answered as choice {delta.choice_index} of {self}")
+            choice = self.choices[delta.choice_index]
+            if choice.finish_reason:
+                raise InternalError(f"a worker went on after the end of {self}")
+            choice.token_ids.extend(delta.token_ids)
+            choice.finish_reason = delta.finish_reason
+
+    @property
+    def finished(self) -> bool:
+        """Whether every answer to the prompt has come to its end."""
+        return all(choice.finish_reason for choice in self.choices)
+
+    def __str__(self) -> str:
+        return f"request {self.request.request_id}"
+
+
+class Generation:
+    """One request's answers: an iterator over messages whose deltas come from all its prompts.
+
+    The first error ends it, and cancels what the other prompts are doing.
+    """
+
+    def __init__(
+        self,
+        submissions: Sequence[Submission],
+        deliver: Callable[[Submission, Generation], Awaitable[None]],
+    ) -> None:
+        """Set out.
+
+        Args:
+            submissions: the request's prompts.
+            deliver: sends one of them and passes what comes to `accept` and `put`.
+        """
+        self._deliver = deliver
+        self._waiting: deque[GenerateResponse] = deque()
+        self._news = asyncio.Event()  # a message, an error, or the end
+        self._room = asyncio.Event()
+        self._all_accepted = asyncio.Event()
+        self._unaccepted = min(len(submissions), MAX_PROMPTS_IN_FLIGHT)
+        self._error: Exception | None = None
+        self._in_flight = asyncio.Semaphore(MAX_PROMPTS_IN_FLIGHT)
+        self._running = len(submissions)
+        self._tasks = [asyncio.create_task(self._run(submission)) for submission in submissions]
+
+    async def accepted(self) -> None:
+        """Return once the workers have found the request valid, so that only faults can end it."""
+        await self._all_accepted.wait()
+        if self._error is not None:
+            raise self._error
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> GenerateResponse:
+        await self._news.wait()
+        if self._error is not None:
+            raise self._error
+        if not self._waiting:
+            raise StopAsyncIteration
+        return self._take()
+
+    def accept(self) -> None:
+        """Count one more prompt as accepted by its worker."""
+        self._unaccepted -= 1
+        if self._unaccepted <= 0:
+            self._all_accepted.set()
+
+    async def put(self, response: GenerateResponse) -> None:
+        """Add a message; waits while the client is slow to read."""
+        while len(self._waiting) >= _MAX_WAITING_MESSAGES:
+            self._room.clear()
+            await self._room.wait()
+        self._waiting.append(response)
+        self._news.set()
+
+    async def close(self) -> None:
+        """Cancel what is still under way."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _run(self, submission: Submission) -> None:
+        try:
+            async with self._in_flight:
+                await self._deliver(submission, self)
+        except Exception as error:
+            self._fail(error)
+        self._running -= 1
+        if self._running == 0:
+            self._news.set()
+
+    def _fail(self, error: Exception) -> None:
+        if self._error is not None:
+            return
+        self._error = error
+        self._news.set()
+        self._all_accepted.set()
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+
+    def _take(self) -> GenerateResponse:
+        merged = self._waiting.popleft()
+        size = merged.ByteSize() if self._waiting else 0
+        while self._waiting:
+            size += self._waiting[0].ByteSize()
+            if size > _MAX_MERGED_BYTES:
+                break
+            merged.MergeFrom(self._waiting.popleft())
+        self._room.set()
+        if not self._waiting and self._running > 0:
+            self._news.clear()
+        return merged
+
+
+class Relay:
+    """Sends requests to replicas. What every surface of the router stands on."""
+
+    def __init__(self, replicas: Replicas, model_name: str, limit: RequestLimit) -> None:
+        self._replicas = replicas
+        self._limit = limit
+        self.model_name = model_name
+
+    @property
+    def serving(self) -> bool:
+        """Whether a request would find a replica."""
+        return self._replicas.serving
+
+    @asynccontextmanager
+    async def generate(
+        self, request: GenerateRequest, timeout: float | None = None
+    ) -> AsyncIterator[Generation]:
+        """Answer a request for as long as the block runs; leaving it early cancels the rest.
+
+        Args:
+            request: of any number of prompts.
+            timeout: seconds until nobody waits for the answer any more.
+
+        Raises:
+            InvalidArgument, Overloaded, Unavailable: at once.
+        """
+        check_request(request, self.model_name)
+        deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
+        choices = request.sampling.n if request.sampling.HasField("n") else 1
+        with self._limit.admit():
+            singles = split(request, request.request_id or new_request_id())
+            submissions = [
+                Submission(single, index, [ChoiceState() for _ in range(choices)])
+                for index, single in enumerate(singles)
+            ]
+            generation = Generation(
+                submissions, lambda submission, to: self._deliver(submission, to, deadline)
+            )
+            try:
+                yield generation
+            finally:
+                await generation.close()
+
+    async def tokenize(self, request: TokenizeRequest, timeout: float | None) -> TokenizeResponse:
+        """Have a worker tokenise a prompt."""
+        check_model(request.model, self.model_name)
+        return await self._ask(lambda worker: worker.tokenize(request, timeout))
+
+    async def detokenize(
+        self, request: DetokenizeRequest, timeout: float | None
+    ) -> DetokenizeResponse:
+        """Have a worker turn ids into text."""
+        check_model(request.model, self.model_name)
+        return await self._ask(lambda worker: worker.detokenize(request, timeout))
+
+    async def list_models(self, timeout: float | None) -> ListModelsResponse:
+        """Ask a worker what it serves."""
+        return await self._ask(lambda worker: worker.list_models(timeout))
+
+    async def _ask(self, question: Callable[[WorkerTransport], Awaitable[_Answer]]) -> _Answer:
+        replica = self._replicas.any()
+        try:
+            return await question(replica.transport)
+        except Unavailable as error:
+            raise self._gone(replica, error) from None
+
+    async def _deliver(
+        self, submission: Submission, to: Generation, deadline: float | None
+    ) -> None:
+        replica = self._replicas.pick(submission.request.prompts[0])
+        with replica.answering():
+            try:
+                await self._converse(replica, submission, to, deadline)
+            except Unavailable as error:
+                raise self._gone(replica, error) from None
+        if not submission.finished:
+            raise InternalError(f"a worker ended {submission} before its answers were whole")
+
+    async def _converse(
+        self, replica: Replica, submission: Submission, to: Generation, deadline: float | None
+    ) -> None:
+        now = asyncio.get_running_loop().time()
+        timeout = None if deadline is None else max(0.0, deadline - now)
+        call = replica.transport.generate(submission.request, timeout)
+        try:
+            if submission.request.stream:
+                await call.accepted()
+            to.accept()
+            async for response in call:
+                submission.record(response)
+                if response.deltas:
+                    await to.put(response)
+        finally:
+            call.cancel()
+
+    def _gone(self, replica: Replica, error: Unavailable) -> Unavailable:
+        self._replicas.mark_down(replica, str(error))
+        return Unavailable(
+            f"replica {replica.number} at {replica.address} stopped answering ({error}): "
+            "send the request again"
+        )

@@ -1,0 +1,154 @@
+"""The replicas that the router knows, and which of them can answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+from mii import control
+from mii.errors import Unavailable
+from mii.proto.inference_pb2 import Prompt
+from mii.router.balancer import Policy, ReplicaLoad
+from mii.router.transport import WorkerTransport
+
+_PROBE_TIMEOUT: Final = 2.0  # seconds
+_PROBE_PAUSES: Final = (0.05, 0.1, 0.2, 0.5, 1.0)  # seconds between probes; the last one repeats
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Replica:
+    """One replica as the router sees it."""
+
+    number: int
+    address: str
+    transport: WorkerTransport
+    down: str = ""  # why no prompt may be sent to it; "" if one may
+    outstanding: int = 0  # prompts sent and not answered yet
+    probe: asyncio.Task[None] | None = field(default=None, repr=False)
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Count one prompt for as long as the block runs."""
+        self.outstanding += 1
+        try:
+            yield
+        finally:
+            self.outstanding -= 1
+
+
+class Replicas:
+    """The set of replicas. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        connect: Callable[[str], WorkerTransport],
+        policy: Policy,
+        on_change: Callable[[bool], None],
+    ) -> None:
+        """Begin with no replica.
+
+        Args:
+            connect: makes the way to the worker at an address.
+            policy: chooses among the replicas that can answer.
+            on_change: called with whether any replica can answer, each time that may have changed.
+        """
+        self._connect = connect
+        self._policy = policy
+        self._on_change = on_change
+        self._replicas: dict[int, Replica] = {}
+        self._told: tuple[control.Replica, ...] = ()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def serving(self) -> bool:
+        """Whether any replica can answer."""
+        return any(not replica.down for replica in self._replicas.values())
+
+    def update(self, told: Sequence[control.Replica]) -> None:
+        """Take the supervisor's word: connect what became ready, drop what is not any more."""
+        self._told = tuple(told)
+        ready = {info.replica: info for info in told if info.ready}
+        for number, replica in list(self._replicas.items()):
+            if number not in ready or ready[number].address != replica.address:
+                self._drop(self._replicas.pop(number))
+        for number in sorted(ready.keys() - self._replicas.keys()):
+            address = ready[number].address
+            self._replicas[number] = Replica(number, address, self._connect(address))
+        self._replicas = dict(sorted(self._replicas.items()))
+        self._on_change(self.serving)
+
+    def pick(self, prompt: Prompt) -> Replica:
+        """Return the replica that is to answer `prompt`.
+
+        Raises:
+            Unavailable: at once, if none can.
+        """
+        loads = [ReplicaLoad(replica.number, replica.outstanding) for replica in self._up()]
+        return self._replicas[self._policy.choose(loads, prompt)]
+
+    def any(self) -> Replica:
+        """Return the least busy replica, for a question that any of them answers alike.
+
+        Raises:
+            Unavailable: at once, if none can.
+        """
+        return min(self._up(), key=lambda replica: replica.outstanding)
+
+    def mark_down(self, replica: Replica, why: str) -> None:
+        """Send `replica` nothing until its health check says SERVING."""
+        if replica.down or self._replicas.get(replica.number) is not replica:
+            return
+        _logger.warning("replica %d at %s is down: %s", replica.number, replica.address, why)
+        replica.down = why
+        replica.probe = asyncio.create_task(self._probe(replica))
+        self._on_change(self.serving)
+
+    async def close(self) -> None:
+        """Drop all replicas."""
+        self.update(())
+        await asyncio.gather(*self._closing)
+
+    async def _probe(self, replica: Replica) -> None:
+        pauses = iter(_PROBE_PAUSES)
+        pause = next(pauses)
+        while not await replica.transport.healthy(_PROBE_TIMEOUT):
+            await asyncio.sleep(pause)
+            pause = next(pauses, pause)
+        _logger.info("replica %d at %s is serving again", replica.number, replica.address)
+        replica.down = ""
+        self._on_change(self.serving)
+
+    def _drop(self, replica: Replica) -> None:
+        replica.down = "it has left the deployment"
+        if replica.probe is not None:
+            replica.probe.cancel()
+        task = asyncio.create_task(replica.transport.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _up(self) -> list[Replica]:
+        up = [replica for replica in self._replicas.values() if not replica.down]
+        if not up:
+            raise Unavailable(self._why_none())
+        return up
+
+    def _why_none(self) -> str:
+        if not self._told:
+            return "no replica is ready yet: the deployment is starting"
+        reasons = []
+        for info in self._told:
+            replica = self._replicas.get(info.replica)
+            reasons.append(f"replica {info.replica} {_state(info, replica)}")
+        return f"no replica can answer: {'; '.join(reasons)}"
+
+
+def _state(info: control.Replica, replica: Replica | None) -> str:
+    if not info.ready or replica is None:
+        return "is not ready"
+    return f"at {replica.address} is down ({replica.down})"
