@@ -55,6 +55,7 @@ class DeploymentConfig:
     rest_port: int = DEFAULT_REST_PORT
     rest_port_is_default: bool = False
     startup_timeout: float = 600.0  # seconds without progress until a start counts as failed
+    cache_path: str = ""  # folder of models, registry and logs
 
     def to_json(self) -> str:
         """Encode for another process."""
