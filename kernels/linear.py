@@ -11,9 +11,9 @@ import torch.nn.functional as F
 class PackedLinear:
     """y = x @ weight.T + bias, with the weight laid out once for the device.
 
-    On a CPU in fp32, oneDNN's own layout is much faster for few rows than what `F.linear` does with
-    a plain weight: all linears of a SmolLM2-135M step on 2 cores (AVX2) take 26 ms instead of 41 for
-    1 row, 47 instead of 76 for 8, 88 instead of 134 for 32, and the same for 512.
+    On a CPU in fp32, oneDNN's own layout is much faster for few rows than what `F.linear` does
+    with a plain weight: all linears of a SmolLM2-135M step on 2 cores (AVX2) take 26 ms instead of
+    41 for 1 row, 47 instead of 76 for 8, 88 instead of 134 for 32, and the same for 512.
 
     Args:
         weight: [out, in]

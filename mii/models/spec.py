@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from mii.errors import UnsupportedModel
+
 
 class Activation(Enum):
     """Activation of the gated MLP, by transformers' name."""
@@ -12,6 +14,22 @@ class Activation(Enum):
     SILU = "silu"
     GELU_TANH = "gelu_pytorch_tanh"
     GELU = "gelu"
+
+    @staticmethod
+    def of(name: str) -> Activation:
+        """Return the activation of this name.
+
+        Raises:
+            UnsupportedModel: for a name that there is no code for.
+        """
+        try:
+            return Activation(name)
+        except ValueError:
+            known = ", ".join(activation.value for activation in Activation)
+            raise UnsupportedModel(
+                f"config.json asks for the activation {name!r}, which is not supported: known "
+                f"are {known}"
+            ) from None
 
 
 class RopeKind(Enum):

@@ -21,9 +21,7 @@ class TorchDistributedGroup:
     on which step plans will follow.
     """
 
-    def __init__(
-        self, backend: str, rank: int, size: int, link: PlanSender | PlanReceiver
-    ) -> None:
+    def __init__(self, backend: str, rank: int, size: int, link: PlanSender | PlanReceiver) -> None:
         self.rank = rank
         self.size = size
         if isinstance(link, PlanSender):
@@ -32,9 +30,7 @@ class TorchDistributedGroup:
         else:
             port = int(link.receive() or b"0")
             store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT
-        )
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(tensor)
