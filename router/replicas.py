@@ -49,14 +49,14 @@ class Replicas:
         self,
         connect: Callable[[str], WorkerTransport],
         policy: Policy,
-        on_change: Callable[[bool], None],
+        on_change: Callable[[], None],
     ) -> None:
         """Begin with no replica.
 
         Args:
             connect: makes the way to the worker at an address.
             policy: chooses among the replicas that can answer.
-            on_change: called with whether any replica can answer, each time that may have changed.
+            on_change: called each time that `serving` may have changed.
         """
         self._connect = connect
         self._policy = policy
@@ -81,7 +81,7 @@ class Replicas:
             address = ready[number].address
             self._replicas[number] = Replica(number, address, self._connect(address))
         self._replicas = dict(sorted(self._replicas.items()))
-        self._on_change(self.serving)
+        self._on_change()
 
     def pick(self, prompt: Prompt) -> Replica:
         """Return the replica that is to answer `prompt`.
@@ -107,7 +107,7 @@ class Replicas:
         _logger.warning("replica %d at %s is down: %s", replica.number, replica.address, why)
         replica.down = why
         replica.probe = asyncio.create_task(self._probe(replica))
-        self._on_change(self.serving)
+        self._on_change()
 
     async def close(self) -> None:
         """Drop all replicas."""
@@ -122,7 +122,7 @@ class Replicas:
             pause = next(pauses, pause)
         _logger.info("replica %d at %s is serving again", replica.number, replica.address)
         replica.down = ""
-        self._on_change(self.serving)
+        self._on_change()
 
     def _drop(self, replica: Replica) -> None:
         replica.down = "it has left the deployment"

@@ -1,0 +1,180 @@
+"""The router process: `python -P -m mii.router.main --control-fd N`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from typing import Final
+
+import grpc
+from aiohttp import web
+from grpc_health.v1 import health
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+from grpc_reflection.v1alpha import reflection
+
+from mii import control
+from mii.channel import server_options
+from mii.config import DeploymentConfig
+from mii.errors import PortInUse
+from mii.proto import inference_pb2, modelresponse_pb2
+from mii.proto.inference_pb2_grpc import add_InferenceServicer_to_server
+from mii.proto.modelresponse_pb2_grpc import add_ModelResponseServicer_to_server
+from mii.router.balancer import RoundRobin
+from mii.router.gateway.app import make_app
+from mii.router.health import Health
+from mii.router.legacy import LegacyServicer
+from mii.router.limits import RequestLimit
+from mii.router.listen import addresses_of, join, listen
+from mii.router.relay import Relay
+from mii.router.replicas import Replicas
+from mii.router.servicer import Servicer
+from mii.router.transport import GrpcTransport
+
+_SERVICES: Final = (
+    inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
+    modelresponse_pb2.DESCRIPTOR.services_by_name["ModelResponse"].full_name,
+    health.SERVICE_NAME,
+    reflection.SERVICE_NAME,
+)
+_STOP_GRACE: Final = 1.0  # seconds for calls under way, of the three that a Stop allows
+_BIND_TRIES: Final = 5
+
+
+class Router:
+    """The servers of one deployment. Belongs to one event loop."""
+
+    def __init__(self, config: DeploymentConfig, terminate: Callable[[], None]) -> None:
+        """Make everything, and listen on nothing yet.
+
+        Args:
+            config: of the deployment.
+            terminate: called when a client has asked for the deployment's end.
+        """
+        self._config = config
+        self._replicas = Replicas(GrpcTransport, RoundRobin(), lambda: self._health.changed())
+        relay = Relay(self._replicas, config.engine.model_name, RequestLimit())
+        self._health = Health(_SERVICES, lambda: relay.serving)
+        self._servicer = Servicer(relay)
+        self._legacy = LegacyServicer(relay, terminate)
+        self._server: grpc.aio.Server | None = None
+        self._gateway = web.AppRunner(
+            make_app(relay, config.deployment_name),
+            handler_cancellation=True,  # a client that has gone cancels what is done for it
+            access_log=None,
+            shutdown_timeout=_STOP_GRACE,
+        )
+
+    async def start(self) -> control.Ready:
+        """Listen on the deployment's ports, and return which they are.
+
+        Raises:
+            PortInUse, InvalidArgument: if that is not possible.
+        """
+        port = await self._start_grpc()
+        rest_port = await self._start_rest() if self._config.enable_rest else None
+        return control.Ready(port=port, rest_port=rest_port)
+
+    def update(self, told: control.Replicas) -> None:
+        """Take the supervisor's word on the replicas."""
+        self._replicas.update(told.replicas)
+
+    async def stop(self) -> None:
+        """Take no more requests, give those under way a moment, and end them."""
+        assert self._server is not None
+        await asyncio.gather(self._server.stop(_STOP_GRACE), self._gateway.cleanup())
+        await self._replicas.close()
+
+    async def _start_grpc(self) -> int:
+        config = self._config
+        addresses = addresses_of(config.host)
+        for attempt in range(_BIND_TRIES):
+            # C-core says nothing of use about a port it cannot have, so ask the system first.
+            sockets = listen(addresses, config.port, fall_back=config.port_is_default, field="port")
+            port: int = sockets[0].getsockname()[1]
+            for listener in sockets:
+                listener.close()
+            server = self._make_server()
+            try:
+                for address in addresses:
+                    server.add_insecure_port(join(address, port))
+            except RuntimeError as error:
+                if attempt == _BIND_TRIES - 1:
+                    raise PortInUse(f"port {port} was taken by another process: {error}") from None
+                continue
+            await server.start()
+            self._server = server
+            return port
+        raise AssertionError
+
+    def _make_server(self) -> grpc.aio.Server:
+        server = grpc.aio.server(options=server_options())
+        add_InferenceServicer_to_server(self._servicer, server)
+        add_ModelResponseServicer_to_server(self._legacy, server)
+        add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection(_SERVICES, server)
+        return server
+
+    async def _start_rest(self) -> int:
+        config = self._config
+        sockets = listen(
+            addresses_of(config.rest_host),
+            config.rest_port,
+            fall_back=config.rest_port_is_default,
+            field="rest_port",
+        )
+        await self._gateway.setup()
+        for listener in sockets:
+            await web.SockSite(self._gateway, listener).start()
+        port: int = sockets[0].getsockname()[1]
+        return port
+
+
+async def run(channel: control.ControlChannel, config: DeploymentConfig) -> None:
+    """Serve until told to stop. The end of the control channel ends the process at once."""
+    loop = asyncio.get_running_loop()
+    stopped = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, stopped.set)
+    router = Router(config, lambda: channel.send(control.Terminate()))
+
+    def on_message(message: control.Message) -> None:
+        if isinstance(message, control.Replicas):
+            loop.call_soon_threadsafe(router.update, message)
+        elif isinstance(message, control.Stop):
+            loop.call_soon_threadsafe(stopped.set)
+
+    channel.listen(on_message)
+    channel.send(await router.start())
+    await stopped.wait()
+    await router.stop()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+def main() -> None:
+    """Run the process."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    # Ctrl-C in a terminal reaches every process of its group; the supervisor decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = control.ControlChannel.from_arguments(sys.argv[1:])
+    start = channel.receive_start()
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(run(channel, start.config))
+    except Exception as error:
+        logging.getLogger(__name__).exception("the router cannot go on")
+        channel.send(control.Failed.of(error))
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
