@@ -250,6 +250,7 @@ class ControlChannel:
         """Close this end; a thread that waits in `receive` gets the end of the stream."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
+        self._lines.close()  # it holds the socket open
         self._connection.close()
 
 
