@@ -75,6 +75,7 @@ class ByteTokenizer:
     vocab_size = VOCAB
     eos_token_ids = frozenset({EOS})
     has_chat_template = True
+    byte_fallback: Mapping[int, int] = {}
 
     def encode(
         self, text: str, add_special_tokens: bool = True, *, limit: int | None = None

@@ -91,7 +91,7 @@ class Generator:
             max_new_tokens=request.max_new_tokens,
             stop_ids=request.stop_ids,
         )
-        self.engine.add_request(scheduled, SamplingState.of(request, self.prompts.limits.eos_ids))
+        self.engine.add_request(scheduled, SamplingState.of(request))
         tokenizer = self.prompts.optional_tokenizer
         self._sequences[handle] = _Sequence(
             request=request,
@@ -166,7 +166,8 @@ class Generator:
             piece += sequence.detokenizer.flush()
         text, match = sequence.stops.push(piece)
         if update.finish_reason is not None and match is None:
-            text += sequence.stops.flush()
+            rest, match = sequence.stops.flush()
+            text += rest
         return text, match
 
     def _usage(self, sequence: _Sequence) -> Usage:

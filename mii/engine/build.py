@@ -1,0 +1,177 @@
+"""Puts an engine together out of a configuration: this rank's model, its cache, and what drives it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mii.config import EngineConfig
+from mii.engine.engine_v2 import InferenceEngineV2
+from mii.engine.generator import Generator
+from mii.engine.params import model_defaults
+from mii.engine.plan import StepPlan
+from mii.engine.prompts import ModelLimits, PromptProcessor
+from mii.engine.ragged import RaggedBatchWrapper
+from mii.engine.runner import CausalModel, ModelRunner
+from mii.engine.sampler import Sampler
+from mii.engine.state_manager import DSStateManager
+from mii.errors import InvalidArgument, ModelError
+from mii.models.loader import load_decoder
+from mii.models.progress import Progress, silent
+from mii.models.tokenizer import load_tokenizer
+from mii.parallel.links import PlanReceiver, PlanSender
+from mii.parallel.rank import Rank, join_group
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class _Resolved:
+    """The parts of an EngineConfig that must have been chosen by now."""
+
+    block_size: int
+    num_blocks: int
+    max_length: int
+    token_budget: int
+    max_sequences: int
+
+
+def build_engine(
+    config: EngineConfig, rank: Rank | None = None, progress: Progress = silent
+) -> InferenceEngineV2:
+    """Load rank 0's share of the model and build its engine.
+
+    Args:
+        config: with everything chosen (see mii.strategy).
+        rank: the links to the replica's other ranks; None: there are none.
+        progress: told what is going on.
+
+    Raises:
+        ModelError: if the model cannot be loaded.
+    """
+    rank = rank or Rank()
+    model = _load_model(config, rank, progress)
+    resolved = _resolve(config, model)
+    progress("allocating the KV cache", None)
+    model.allocate_cache(resolved.num_blocks, resolved.block_size)
+    state = DSStateManager(
+        num_blocks=resolved.num_blocks,
+        block_size=resolved.block_size,
+        max_tracked_sequences=config.max_tracked_sequences,
+        max_length=resolved.max_length,
+        prefix_caching=config.prefix_caching,
+        static_length=model.static_length,
+    )
+    links = rank.plans
+    assert links is None or isinstance(links, PlanSender)
+    return InferenceEngineV2(
+        ModelRunner(model, _ragged(config, resolved), links),
+        state,
+        Sampler(model.vocab_size),
+        token_budget=resolved.token_budget,
+        max_sequences=resolved.max_sequences,
+    )
+
+
+def build_generator(
+    config: EngineConfig, rank: Rank | None = None, progress: Progress = silent
+) -> Generator:
+    """Build rank 0's engine with its text side. See `build_engine`."""
+    tokenizer = None
+    if not config.skip_tokenizer:
+        progress("loading the tokenizer", None)
+        tokenizer = load_tokenizer(Path(config.tokenizer_path), config.chat_template)
+    engine = build_engine(config, rank, progress)
+    state = engine.state_manager
+    # The last token of a sequence is never computed, so it needs no place in the cache.
+    capacity = state.pool.num_blocks * state.block_size + 1
+    limits = ModelLimits(
+        vocab_size=engine.model().vocab_size,
+        max_length=min(state.max_length, capacity),
+        eos_ids=tokenizer.eos_token_ids if tokenizer is not None else frozenset(),
+        generation_defaults=model_defaults(_generation_config(Path(config.model_path))),
+    )
+    return Generator(engine, PromptProcessor(tokenizer, limits), config.max_tracked_sequences)
+
+
+@dataclass
+class FollowerStats:
+    """What a rank other than 0 counts."""
+
+    steps: int = 0
+
+
+def run_follower(
+    config: EngineConfig,
+    rank: Rank,
+    progress: Progress,
+    on_ready: Callable[[FollowerStats], None],
+) -> None:
+    """Run a rank other than 0: compute every plan that rank 0 sends, until it closes its link.
+
+    Args:
+        config: with everything chosen, the same as rank 0's.
+        rank: this rank.
+        progress: told what is going on while the model loads.
+        on_ready: called once, when the rank is ready, with the counters that will move.
+    """
+    plans = rank.plans
+    assert isinstance(plans, PlanReceiver)
+    model = _load_model(config, rank, progress)
+    resolved = _resolve(config, model)
+    model.allocate_cache(resolved.num_blocks, resolved.block_size)
+    runner = ModelRunner(model, _ragged(config, resolved))
+    stats = FollowerStats()
+    on_ready(stats)
+    while (plan := plans.receive()) is not None:
+        runner.forward(StepPlan.from_bytes(plan))
+        stats.steps += 1
+
+
+def _load_model(config: EngineConfig, rank: Rank, progress: Progress) -> CausalModel:
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = torch.device("cuda", rank.rank) if config.device == "cuda" else torch.device("cpu")
+    if config.dtype not in DTYPES:
+        raise InvalidArgument.of("dtype", config.dtype, "one of " + ", ".join(DTYPES))
+    progress("joining the other ranks" if rank.size > 1 else "loading weights", None)
+    group = join_group(rank, device.type)
+    return load_decoder(
+        Path(config.model_path),
+        dtype=DTYPES[config.dtype],
+        device=device,
+        group=group,
+        progress=progress,
+    )
+
+
+def _resolve(config: EngineConfig, model: CausalModel) -> _Resolved:
+    chosen = (config.block_size, config.num_blocks, config.max_ragged_batch_size)
+    block_size, num_blocks, budget = chosen
+    sequences = config.max_ragged_sequence_count
+    assert block_size is not None and num_blocks is not None, chosen
+    assert budget is not None and sequences is not None, chosen
+    max_length = min(config.max_length or model.max_length, model.max_length)
+    return _Resolved(block_size, num_blocks, max_length, budget, sequences)
+
+
+def _ragged(config: EngineConfig, resolved: _Resolved) -> RaggedBatchWrapper:
+    device = torch.device(config.device)
+    return RaggedBatchWrapper(
+        config.max_tracked_sequences, resolved.max_length, resolved.block_size, device
+    )
+
+
+def _generation_config(folder: Path) -> dict[str, object]:
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+    return content if isinstance(content, dict) else {}
