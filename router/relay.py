@@ -81,7 +81,7 @@ class Submission:
 class Generation:
     """One request's answers: an iterator over messages whose deltas come from all its prompts.
 
-    The first error ends it, and cancels what the other prompts are doing.
+    The first error cancels what the other prompts are doing, and is raised after the last message.
     """
 
     def __init__(
@@ -117,11 +117,11 @@ class Generation:
 
     async def __anext__(self) -> GenerateResponse:
         await self._news.wait()
+        if self._waiting:
+            return self._take()
         if self._error is not None:
             raise self._error
-        if not self._waiting:
-            raise StopAsyncIteration
-        return self._take()
+        raise StopAsyncIteration
 
     def accept(self) -> None:
         """Count one more prompt as accepted by its worker."""
@@ -172,7 +172,7 @@ class Generation:
                 break
             merged.MergeFrom(self._waiting.popleft())
         self._room.set()
-        if not self._waiting and self._running > 0:
+        if not self._waiting and self._running > 0 and self._error is None:
             self._news.clear()
         return merged
 
