@@ -27,4 +27,8 @@ def gated_activation_reference(gate_up: torch.Tensor, activation: ActivationName
 
 def gated_activation(gate_up: torch.Tensor, activation: ActivationName) -> torch.Tensor:
     """Compute `gated_activation_reference`."""
+    if gate_up.is_cuda:
+        from mii.kernels.activation_triton import gated_activation_cuda
+
+        return gated_activation_cuda(gate_up, activation)
     return gated_activation_reference(gate_up, activation)

@@ -28,6 +28,10 @@ def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> torch.Tensor:
     """Compute `rms_norm_reference`."""
+    if x.is_cuda and x.dim() == 2:
+        from mii.kernels.norm_triton import rms_norm_cuda
+
+        return rms_norm_cuda(x, None, weight, eps, offset)
     if x.dtype == torch.float32 and not offset:
         return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
     return rms_norm_reference(x, weight, eps, offset)
@@ -37,5 +41,9 @@ def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (rms_norm(residual + x), residual + x). May overwrite `residual`."""
+    if x.is_cuda:
+        from mii.kernels.norm_triton import rms_norm_cuda
+
+        return rms_norm_cuda(x, residual, weight, eps, offset), residual
     residual = residual.add_(x)
     return rms_norm(residual, weight, eps, offset), residual

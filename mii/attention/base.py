@@ -9,6 +9,8 @@ import torch
 
 from mii.attention.batch import RaggedBatch
 
+Rotary = tuple[torch.Tensor, torch.Tensor]
+
 
 @dataclass(frozen=True)
 class KVCacheShape:
@@ -22,13 +24,27 @@ class KVCacheShape:
 
 
 @dataclass(frozen=True)
+class HeadNorms:
+    """RMSNorm over each head of q and k."""
+
+    query: torch.Tensor  # [head_dim]
+    key: torch.Tensor  # [head_dim]
+    eps: float
+    offset: float
+
+
+@dataclass(frozen=True)
 class AttentionLayer:
-    """What differs from layer to layer for the attention itself."""
+    """What may differ from layer to layer, and this rank's heads."""
 
     index: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
     scale: float
     window: int | None  # a token sees itself and the window - 1 tokens before it
     softcap: float | None
+    norms: HeadNorms | None  # applied before the rotation
 
 
 class AttentionBackend(Protocol):
@@ -46,16 +62,17 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(
-        self, layer: AttentionLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self, layer: AttentionLayer, qkv: torch.Tensor, rotary: Rotary | None
     ) -> torch.Tensor:
-        """Write the step's keys and values into their slots, then attend causally.
+        """Normalise and rotate q and k, write k and v into their slots, then attend causally.
 
         Args:
-            query: [T, heads, head_dim], rotated.
-            key, value: [T, kv_heads, head_dim], the key rotated.
+            layer: which layer.
+            qkv: [T, heads + 2 * kv_heads, head_dim], contiguous; may be overwritten.
+            rotary: cosines and sines, [T, r] each; None: no rotation.
 
         Returns:
-            [T, heads, head_dim]
+            [T, heads, head_dim], contiguous
         """
         ...
 

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from mii.attention.base import AttentionLayer, KVCacheShape
+from mii.attention.base import AttentionLayer, KVCacheShape, Rotary
 from mii.attention.batch import RaggedBatch
 from mii.kernels.kv_cache import write_kv
+from mii.kernels.norm import rms_norm
+from mii.kernels.rotary import rotate
 
 # Decodes are computed together while the shortest fills at least this part of the longest.
 _LEAST_FILL = 0.75
@@ -70,15 +72,16 @@ class CPUAttention:
         self._layouts = {}
 
     def attend(
-        self, layer: AttentionLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self, layer: AttentionLayer, qkv: torch.Tensor, rotary: Rotary | None
     ) -> torch.Tensor:
         assert self._batch is not None
+        query, key, value = _prepare(layer, qkv, rotary)
         keys, values = self._keys[layer.index], self._values[layer.index]
         write_kv(key, value, keys, values, self._batch.kv_slots)
         if layer.window not in self._layouts:
             self._layouts[layer.window] = self._lay_out(self._batch, layer.window)
         layout = self._layouts[layer.window]
-        output = torch.empty_like(query)
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         flat_keys, flat_values = keys.flatten(0, 1), values.flatten(0, 1)
         for group in layout.groups:
             output[group.rows] = _attend_decodes(layer, query, flat_keys, flat_values, group)
@@ -136,6 +139,25 @@ class CPUAttention:
         """Return the cache slots of some positions of some sequences."""
         blocks = batch.block_tables[sequences, positions // self._block_size].long()
         return blocks * self._block_size + positions % self._block_size
+
+
+def _prepare(
+    layer: AttentionLayer, qkv: torch.Tensor, rotary: Rotary | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q, k and v, the first two normalised and rotated."""
+    heads = (layer.num_heads, layer.num_kv_heads)
+    both, value = qkv.split((sum(heads), layer.num_kv_heads), dim=1)
+    if layer.norms is not None:
+        norms, (query, key) = layer.norms, both.split(heads, dim=1)
+        query = rms_norm(query, norms.query, norms.eps, norms.offset)
+        key = rms_norm(key, norms.key, norms.eps, norms.offset)
+        if rotary is not None:
+            query, key = rotate(query, *rotary), rotate(key, *rotary)
+        return query, key, value
+    if rotary is not None:
+        both = rotate(both, *rotary)
+    query, key = both.split(heads, dim=1)
+    return query, key, value
 
 
 def _similar(contexts: tuple[int, ...], window: int | None) -> list[list[int]]:

@@ -106,6 +106,6 @@ class Decoder:
         return logits
 
     def _cache_shape(self, num_blocks: int, block_size: int) -> KVCacheShape:
-        heads = self._layers[0].attention.num_kv_heads
+        heads = self._layers[0].attention.layer.num_kv_heads
         layers = len(self._layers)
         return KVCacheShape(layers, num_blocks, block_size, heads, self.spec.head_dim)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from mii.attention.base import AttentionBackend, AttentionLayer
+from mii.attention.base import AttentionBackend, AttentionLayer, HeadNorms
 from mii.attention.cpu import CPUAttention
 from mii.errors import ModelError
 from mii.layers.attention import AttentionBlock
@@ -163,20 +163,27 @@ class _Loader:
         stored = self.whole(f"{name}.weight", hidden, spec.num_heads * dim)
         weight = rows.query(stored.t()).t()
         bias = self.whole(f"{name}.bias", hidden) if spec.output_bias else None
-        return AttentionBlock(
-            layer=AttentionLayer(
-                index, spec.attention_scale, spec.layers[index].window, spec.attention_softcap
-            ),
+        layer = AttentionLayer(
+            index=index,
             num_heads=len(shard.query_heads),
             num_kv_heads=len(shard.kv_heads),
             head_dim=dim,
-            qkv=ColumnLinear(weights, biases),
-            output=RowLinear(
-                self.placed(weight), None if bias is None else self.placed(bias), self.group
-            ),
-            query_norm=self.optional_norm(names.query_norm.format(index), dim, spec.qk_norm),
-            key_norm=self.optional_norm(names.key_norm.format(index), dim, spec.qk_norm),
+            scale=spec.attention_scale,
+            window=spec.layers[index].window,
+            softcap=spec.attention_softcap,
+            norms=self.head_norms(index) if spec.qk_norm else None,
         )
+        output = RowLinear(
+            self.placed(weight), None if bias is None else self.placed(bias), self.group
+        )
+        return AttentionBlock(layer, ColumnLinear(weights, biases), output)
+
+    def head_norms(self, index: int) -> HeadNorms:
+        query, key = (
+            self.placed(self.whole(name.format(index), self.spec.head_dim))
+            for name in (self.names.query_norm, self.names.key_norm)
+        )
+        return HeadNorms(query, key, self.spec.norm_eps, self.spec.norm_offset)
 
     def mlp(self, index: int) -> GatedMLP:
         spec, hidden, inner = self.spec, self.spec.hidden_size, self.spec.intermediate_size
@@ -267,7 +274,8 @@ def build_decoder(
     dtype: torch.dtype,
     device: torch.device,
     group: ParallelGroup,
+    backend: AttentionBackend | None = None,
 ) -> Decoder:
     """Build a decoder out of parameters that come from elsewhere than a folder."""
     loader = _Loader(spec, names, source, group, dtype, device)
-    return loader.decoder(attention_backend(device), silent)
+    return loader.decoder(backend or attention_backend(device), silent)

@@ -22,7 +22,7 @@ class Driver:
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
         decoder.allocate_cache(64, BLOCK)
-        self.ragged = RaggedBatchWrapper(8, 256, BLOCK, torch.device("cpu"))
+        self.ragged = RaggedBatchWrapper(8, 256, BLOCK, decoder.device)
         self.free = torch.randperm(64, generator=torch.Generator().manual_seed(1)).tolist()
         self.done: dict[int, int] = {}
         self.prompt: dict[int, int] = {}

@@ -16,6 +16,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from mii.attention.base import AttentionBackend
 from mii.models.decoder import Decoder
 from mii.models.loader import CheckpointWeights, build_decoder
 from mii.models.policies import policy_for
@@ -126,6 +127,8 @@ def decoder_of(
     model: PreTrainedModel,
     group: ParallelGroup | None = None,
     dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+    backend: AttentionBackend | None = None,
 ) -> Decoder:
     """Return mii's decoder with the weights of a model of transformers."""
     policy = policy_for(model.config.model_type)
@@ -134,6 +137,7 @@ def decoder_of(
         policy.names,
         CheckpointWeights(ModelTensors(model)),
         dtype=dtype,
-        device=torch.device("cpu"),
+        device=device or torch.device("cpu"),
         group=group or SingleRank(),
+        backend=backend,
     )

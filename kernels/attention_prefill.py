@@ -1,0 +1,226 @@
+"""Attention of many query tokens over the blocked cache, causal (FlashAttention-2, Dao 2023)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from mii.kernels.attention_decode import attention_decode_reference
+
+
+def attention_prefill_reference(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lengths: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Return each token's attention over the keys up to its own, which are in the cache already.
+
+    Args:
+        query: [tokens, heads, head_dim], sequence after sequence
+        key_cache, value_cache: [blocks, kv_heads, block_size, head_dim]
+        block_tables: int [sequences, blocks of the longest]
+        query_starts: int [sequences + 1], where each sequence's tokens begin
+        context_lengths: int [sequences], keys of each sequence, those of its tokens included
+        scale, window, softcap: see `attention_decode_reference`
+    """
+    starts, rows, lengths = query_starts.tolist(), [], []
+    for index, context in enumerate(context_lengths.tolist()):
+        count = starts[index + 1] - starts[index]
+        rows += [index] * count
+        lengths += list(range(context - count + 1, context + 1))
+    return attention_decode_reference(
+        query[: starts[-1]],
+        key_cache,
+        value_cache,
+        block_tables[torch.tensor(rows, device=block_tables.device)],
+        torch.tensor(lengths),
+        scale=scale,
+        window=window,
+        softcap=softcap,
+    )
+
+
+@triton.jit
+def _prefill_kernel(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    starts_ptr,
+    length_ptr,
+    tile_sequence_ptr,
+    tile_start_ptr,
+    output_ptr,
+    scale_log2e,
+    softcap,
+    query_stride,
+    table_stride,
+    WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    head = tl.program_id(0)
+    tile = tl.program_id(1)
+    sequence = tl.load(tile_sequence_ptr + tile)
+    tile_start = tl.load(tile_start_ptr + tile)
+    kv_head = head // (HEADS // KV_HEADS)
+
+    query_start = tl.load(starts_ptr + sequence)
+    count = tl.load(starts_ptr + sequence + 1) - query_start
+    length = tl.load(length_ptr + sequence)
+    computed = length - count  # keys before this sequence's first query token
+
+    rows = tile_start + tl.arange(0, ROWS)
+    dims = tl.arange(0, DIM_PADDED)
+    columns = tl.arange(0, TILE)
+    in_head = dims < HEAD_DIM
+    is_row = rows < count
+    token = (query_start + rows).to(tl.int64)
+    query = tl.load(
+        query_ptr + token[:, None] * query_stride + head * HEAD_DIM + dims[None, :],
+        mask=is_row[:, None] & in_head[None, :],
+        other=0.0,
+    )
+    position = computed + rows  # of each query token
+    greatest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    result = tl.zeros([ROWS, DIM_PADDED], tl.float32)
+
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(computed + tile_start - WINDOW + 1, 0) // TILE * TILE
+    end = tl.minimum(computed + tile_start + ROWS, length)
+    table = table_ptr + sequence.to(tl.int64) * table_stride
+    for start in range(begin, end, TILE):
+        key_position = start + columns
+        in_keys = key_position < end
+        if PAGE >= TILE:
+            page = tl.load(table + start // PAGE).to(tl.int64)
+            row = (page * KV_HEADS + kv_head) * PAGE + start % PAGE + columns
+        else:
+            page = tl.load(table + key_position // PAGE, mask=in_keys, other=0).to(tl.int64)
+            row = (page * KV_HEADS + kv_head) * PAGE + key_position % PAGE
+        offsets = row[:, None] * HEAD_DIM + dims[None, :]
+        mask = in_keys[:, None] & in_head[None, :]
+        key = tl.load(key_ptr + offsets, mask=mask, other=0.0)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2e
+        if HAS_SOFTCAP:
+            capped = scores * (0.6931471805599453 / softcap)
+            capped = 2.0 / (1.0 + tl.exp2(-2.885390081777927 * capped)) - 1.0
+            scores = capped * (softcap * 1.4426950408889634)
+        seen = key_position[None, :] <= position[:, None]
+        if WINDOW > 0:
+            seen = seen & (key_position[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+        new_greatest = tl.maximum(greatest, tl.max(scores, 1))
+        safe = tl.where(new_greatest == float("-inf"), 0.0, new_greatest)
+        weights = tl.exp2(scores - safe[:, None])
+        shrink = tl.exp2(greatest - safe)
+        total = total * shrink + tl.sum(weights, 1)
+        value = tl.load(value_ptr + offsets, mask=mask, other=0.0)
+        result = result * shrink[:, None]
+        result = tl.dot(weights.to(value.dtype), value, result, input_precision="ieee")
+        greatest = new_greatest
+
+    out = result / tl.where(total > 0.0, total, 1.0)[:, None]
+    tl.store(
+        output_ptr + (token[:, None] * HEADS + head) * HEAD_DIM + dims[None, :],
+        out.to(output_ptr.dtype.element_ty),
+        mask=is_row[:, None] & in_head[None, :],
+    )
+
+
+def query_tiles(query_lengths: list[int], rows: int) -> tuple[list[int], list[int]]:
+    """Cut every sequence's query tokens into tiles of `rows`, those of long contexts first.
+
+    Returns:
+        For each tile, its sequence, and the tile's first token within the sequence.
+    """
+    tiles = [
+        (sequence, start)
+        for sequence, length in enumerate(query_lengths)
+        for start in range(0, length, rows)
+    ]
+    tiles.sort(key=lambda tile: -tile[1])
+    return [tile[0] for tile in tiles], [tile[1] for tile in tiles]
+
+
+def prefill_rows(head_dim: int) -> int:
+    """Return how many query tokens one program takes."""
+    return 128 if head_dim <= 128 else 64
+
+
+def attention_prefill(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lengths: torch.Tensor,
+    tile_sequences: torch.Tensor,
+    tile_starts: torch.Tensor,
+    output: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    rows: int | None = None,
+    tile: int = 64,
+    warps: int = 8,
+    stages: int = 3,
+) -> None:
+    """Compute `attention_prefill_reference` into `output`.
+
+    Args:
+        query: [tokens, heads, head_dim]; rows may be part of a wider tensor
+        tile_sequences, tile_starts: int32 [tiles], from `query_tiles`
+        output: [tokens, heads, head_dim], contiguous
+        rows: query tokens of a program, as given to `query_tiles`
+        tile, warps, stages: launch settings
+    """
+    _, heads, head_dim = query.shape
+    _, kv_heads, page, _ = key_cache.shape
+    if len(tile_sequences) == 0:
+        return
+    _prefill_kernel[(heads, len(tile_sequences))](
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        query_starts,
+        context_lengths,
+        tile_sequences,
+        tile_starts,
+        output,
+        scale * math.log2(math.e),
+        softcap or 0.0,
+        query.stride(0),
+        block_tables.stride(0),
+        WINDOW=window or 0,
+        HAS_SOFTCAP=softcap is not None,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        DIM_PADDED=triton.next_power_of_2(head_dim),
+        PAGE=page,
+        ROWS=rows or prefill_rows(head_dim),
+        TILE=tile,
+        num_warps=warps,
+        num_stages=stages,
+    )
