@@ -363,6 +363,14 @@ def test_an_error_in_mid_stream_is_an_event_and_no_end_mark(router: RouterProces
     assert "secret" not in last["error"]["message"]
 
 
+def test_an_error_before_the_first_piece_is_a_status_if_the_worker_has_not_accepted_yet(
+    router: RouterProcess,
+) -> None:
+    answer = post(router, COMPLETIONS, {"prompt": "<bug> <lazy>", "stream": True})
+    assert answer.status == 500
+    assert answer.error["type"] == "server_error"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_is_no_longer_worked_for(
     router: RouterProcess, workers: list[FakeWorker], worker_thread: WorkerThread, stream: bool
