@@ -227,6 +227,10 @@ class WorkerThread:
         self.do(worker.start)
         return worker
 
+    def until(self, worker: FakeWorker, condition: Callable[[FakeWorker], bool]) -> None:
+        """See `FakeWorker.until`."""
+        self.do(lambda: worker.until(condition))
+
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(20)

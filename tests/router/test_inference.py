@@ -251,7 +251,7 @@ def test_the_first_error_cancels_the_other_prompts(
     error = error_of(router, request_of(*["a <hold>"] * 9, "a <full>", stream=True))
     assert isinstance(error, Overloaded)
     for worker in workers:
-        worker_thread.do(lambda worker=worker: worker.until(lambda w: w.running == 0))
+        worker_thread.until(worker, lambda w: w.running == 0)
     assert sum(worker.ended["cancelled"] for worker in workers) == 9
 
 
@@ -261,10 +261,10 @@ def test_a_cancelled_request_is_cancelled_at_the_workers(
 ) -> None:
     call = router.inference.Generate(request_of(*["a <hold>"] * 4, stream=stream), timeout=20)
     for worker in workers:
-        worker_thread.do(lambda worker=worker: worker.until(lambda w: w.running == 2))
+        worker_thread.until(worker, lambda w: w.running == 2)
     call.cancel()
     for worker in workers:
-        worker_thread.do(lambda worker=worker: worker.until(lambda w: w.ended["cancelled"] == 2))
+        worker_thread.until(worker, lambda w: w.ended["cancelled"] == 2)
 
 
 def test_a_deadline_is_passed_on(
@@ -275,7 +275,7 @@ def test_a_deadline_is_passed_on(
     for worker in workers:
         (seconds,) = worker.deadlines
         assert seconds is not None and 0 < seconds < 2.0  # gRPC rounds up
-        worker_thread.do(lambda worker=worker: worker.until(lambda w: w.running == 0))
+        worker_thread.until(worker, lambda w: w.running == 0)
 
 
 def test_a_request_without_a_deadline_has_none_at_the_worker(

@@ -136,13 +136,13 @@ def test_stop_ends_the_router_and_what_it_was_doing(
     router.tell(workers[0])
     router.wait_for(HealthCheckResponse.SERVING)
     call = router.inference.Generate(request_of("<hold>"), timeout=20)
-    worker_thread.do(lambda: workers[0].until(lambda w: w.running == 1))
+    worker_thread.until(workers[0], lambda w: w.running == 1)
     router.control.send(control.Stop())
     with pytest.raises(grpc.RpcError) as caught:
         list(call)
     assert isinstance(error_of_call(caught.value), Unavailable)
     assert router.process.wait(10) == 0
-    worker_thread.do(lambda: workers[0].until(lambda w: w.running == 0))
+    worker_thread.until(workers[0], lambda w: w.running == 0)
 
 
 def test_sigterm_ends_the_router(start_router: StartRouter) -> None:

@@ -151,9 +151,9 @@ def test_a_replica_that_leaves_the_set_ends_its_requests_as_unavailable(
     router.tell(worker)
     router.wait_for(SERVING)
     call = router.inference.Generate(request_of("<hold>"), timeout=20)
-    worker_thread.do(lambda: worker.until(lambda w: w.running == 1))
+    worker_thread.until(worker, lambda w: w.running == 1)
     router.tell()
     with pytest.raises(grpc.RpcError) as caught:
         list(call)
     assert isinstance(error_of_call(caught.value), Unavailable)
-    worker_thread.do(lambda: worker.until(lambda w: w.ended["cancelled"] == 1))
+    worker_thread.until(worker, lambda w: w.ended["cancelled"] == 1)
