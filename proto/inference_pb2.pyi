@@ -30,7 +30,9 @@ class _DefaultsEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Defaults.Val
     DEFAULTS_MII: _Defaults.ValueType  # 0
     """DeepSpeed-MII's: do_sample with top_p 0.9, the rest of the context."""
     DEFAULTS_MODEL: _Defaults.ValueType  # 1
-    """The model's generation_config.json, else temperature 1 and top_p 1."""
+    """The model's generation_config.json, else temperature 1 and top_p 1; and max_new_tokens beyond
+    the context is an error, where DEFAULTS_MII ends the answer with the context.
+    """
 
 class Defaults(_Defaults, metaclass=_DefaultsEnumTypeWrapper):
     """What stands in for a sampling parameter that the request leaves out."""
@@ -38,7 +40,9 @@ class Defaults(_Defaults, metaclass=_DefaultsEnumTypeWrapper):
 DEFAULTS_MII: Defaults.ValueType  # 0
 """DeepSpeed-MII's: do_sample with top_p 0.9, the rest of the context."""
 DEFAULTS_MODEL: Defaults.ValueType  # 1
-"""The model's generation_config.json, else temperature 1 and top_p 1."""
+"""The model's generation_config.json, else temperature 1 and top_p 1; and max_new_tokens beyond
+the context is an error, where DEFAULTS_MII ends the answer with the context.
+"""
 Global___Defaults: _TypeAlias = Defaults  # noqa: Y015
 
 @_typing.final
@@ -383,7 +387,7 @@ class SequenceDelta(_message.Message):
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """Set in the last delta of a sequence."""
+        """Whole in the last delta of a sequence; the first one may tell prompt_tokens and cached_tokens."""
 
     def __init__(
         self,
