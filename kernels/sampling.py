@@ -314,7 +314,7 @@ def _draw_among_many(ids: Ids | None, scaled: Floats, draw: Draw, vocab_size: in
     if ids is not None:
         bits = bits[ids]
     probable = scaled >= np.float32(-3)
-    lucky = bits < np.uint32(2**32 // (len(bits) // 64 + 1))
+    lucky = bits < np.uint32((2**32 - 1) // (len(bits) // 64 + 1))
     lucky[scaled.argmax()] = True
     bound = float((scaled[lucky] + gumbel_noise(bits[lucky])).max())
     could_win = (bits <= _most_bits(bound + 3.0)) | (probable & (bits <= _most_bits(bound)))

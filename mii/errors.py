@@ -23,6 +23,7 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
 
 
@@ -55,7 +56,7 @@ class UnknownArgument(InvalidArgument):
     @classmethod
     def named(cls, name: str, known: Iterable[str], where: str) -> UnknownArgument:
         """Build the message for `name`, which `where` (such as "serve()") does not take."""
-        near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+        near = difflib.get_close_matches(name[:80], list(known), n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         return cls(f"{where} has no argument {shorten(name)}{hint}", name)
 
@@ -142,17 +143,29 @@ class InternalError(ServiceError):
     code = "internal_error"
 
 
+class _ShortRepr(reprlib.Repr):
+    """repr() whose cost is bounded, also for huge integers and deep or long containers."""
+
+    def repr_int(self, value: int, level: int) -> str:
+        if value.bit_length() > 256:
+            return f"an integer of {value.bit_length()} bits"
+        return repr(value)
+
+
 def shorten(value: object, limit: int = 80) -> str:
     """Return a printable, ASCII-safe form of a user's value that is never longer than `limit`.
 
-    Large values are cut before they are formatted, so that a 100 MB string costs nothing.
+    Never raises, and large values are cut before they are formatted, so that a 100 MB string
+    costs nothing.
     """
-    if isinstance(value, str | bytes) and len(value) > limit:
-        value = value[:limit]
-        return ascii(value)[: limit - 3] + "..."
     if isinstance(value, list | tuple | dict | set | frozenset) and len(value) > 16:
         return f"a {type(value).__name__} of {len(value)} items"
-    if isinstance(value, int) and value.bit_length() > 256:
-        return f"an integer of {value.bit_length()} bits"
-    text = ascii(value)
+    form = _ShortRepr()
+    form.maxlist = form.maxtuple = form.maxdict = form.maxset = form.maxfrozenset = 16
+    form.maxstring = form.maxother = limit
+    try:
+        text = form.repr(value[:limit] if isinstance(value, bytes) else value)
+    except Exception:  # a __repr__ that fails
+        text = f"a value of type {type(value).__name__}"
+    text = text.encode("ascii", "backslashreplace").decode()
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -11,9 +11,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
+from numbers import Integral, Real
 from typing import Any
 
-from mii.errors import ContextLengthExceeded, InvalidArgument, UnknownArgument
+from mii.errors import ContextLengthExceeded, InvalidArgument, UnknownArgument, shorten
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024  # characters
@@ -59,8 +60,8 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether each token is simply the most probable one."""
-        return self.temperature == 0.0
+        """Whether each token is simply the most probable one, the lowest id of several."""
+        return self.temperature == 0.0 or self.top_k == 1 or self.top_p == 0.0
 
     @property
     def has_penalties(self) -> bool:
@@ -84,14 +85,14 @@ ALIASES = {
 
 
 def _integer(name: str, value: object, low: int, high: int, note: str = "") -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+    if not isinstance(value, Integral) or isinstance(value, bool) or not low <= value <= high:
         raise InvalidArgument.of(name, value, f"an integer from {low} to {high}{note}")
-    return value
+    return int(value)
 
 
 def _number(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
     allowed = f"a number {'above' if above else 'from'} {low:g} {'up ' if above else ''}to {high:g}"
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise InvalidArgument.of(name, value, allowed)
     try:
         number = float(value)
@@ -118,6 +119,10 @@ def _stop(name: str, value: object) -> tuple[str, ...]:
     for item in items:
         if not isinstance(item, str) or not 1 <= len(item) <= MAX_STOP_LENGTH:
             raise InvalidArgument.of(name, item, allowed)
+        try:
+            item.encode()
+        except UnicodeEncodeError:
+            raise InvalidArgument.of(name, item, "Unicode without lone surrogates") from None
     return tuple(dict.fromkeys(items))
 
 
@@ -134,12 +139,30 @@ def _logit_bias(name: str, value: object) -> tuple[tuple[int, float], ...]:
         raise InvalidArgument.of(name, value, allowed)
     biases: dict[int, float] = {}
     for key, bias in value.items():
-        text = str(key) if isinstance(key, int) and not isinstance(key, bool) else key
-        if not isinstance(text, str) or not text.isascii() or not text.isdigit():
-            raise InvalidArgument.of(f"{name} key", key, "a token id of the model's vocabulary")
-        token = _integer(f"{name} key", int(text[:20]), 0, _MAX_INT)
-        biases[token] = _number(f"{name}[{text}]", bias, -100, 100)
+        token = _token_of_key(key)
+        if token is None:
+            raise InvalidArgument(
+                f"{name} has the key {shorten(key)}: keys must be token ids of the model's "
+                f"vocabulary, as integers or decimal strings",
+                name,
+            )
+        try:
+            biases[token] = _number(name, bias, -100, 100)
+        except InvalidArgument:
+            raise InvalidArgument(
+                f"{name} of token {token} is {shorten(bias)}: it must be a number from -100 to 100",
+                name,
+            ) from None
     return tuple(sorted(biases.items()))
+
+
+def _token_of_key(key: object) -> int | None:
+    """Read a token id that may be a string, as in JSON, where every key is one."""
+    if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10:
+        key = int(key)
+    if not isinstance(key, Integral) or isinstance(key, bool) or not 0 <= key <= _MAX_INT:
+        return None
+    return int(key)
 
 
 _CHECKS: dict[str, Callable[[str, object], Any]] = {
@@ -175,18 +198,25 @@ def check_params(values: Mapping[str, object], where: str = "generate()") -> dic
         InvalidArgument: for a value of the wrong type or out of range.
     """
     checked: dict[str, Any] = {}
+    spelling: dict[str, str] = {}  # the caller's names of what was given
     for given, value in values.items():
+        if not isinstance(given, str):
+            raise InvalidArgument(f"{where} has an argument whose name is {shorten(given)}")
         name = ALIASES.get(given, given)
         if name not in _CHECKS:
             raise UnknownArgument.named(given, [*_CHECKS, *ALIASES], where)
         if value is None:
             continue
-        if name in checked and given != name:
-            raise InvalidArgument(f"{given} and {name} are the same parameter: give one", given)
+        if name in checked:
+            raise InvalidArgument(
+                f"{spelling[name]} and {given} are the same parameter: give one of them", given
+            )
         checked[name] = _CHECKS[name](given, value)
+        spelling[name] = given
     low, high = checked.get("min_new_tokens", 0), checked.get("max_new_tokens")
     if high is not None and low > high:
-        raise InvalidArgument.of("min_new_tokens", low, f"at most max_new_tokens, {high}")
+        allowed = f"at most {spelling['max_new_tokens']}, which is {high}"
+        raise InvalidArgument.of(spelling["min_new_tokens"], low, allowed)
     return checked
 
 
