@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection
 from mii import control
 from mii.channel import server_options
 from mii.config import DeploymentConfig
-from mii.errors import PortInUse
+from mii.errors import MIIError, PortInUse
 from mii.proto import inference_pb2, modelresponse_pb2
 from mii.proto.inference_pb2_grpc import add_InferenceServicer_to_server
 from mii.proto.modelresponse_pb2_grpc import add_ModelResponseServicer_to_server
@@ -41,6 +41,8 @@ _SERVICES: Final = (
 )
 _STOP_GRACE: Final = 1.0  # seconds for calls under way, of the three that a Stop allows
 _BIND_TRIES: Final = 5
+
+_logger = logging.getLogger(__name__)
 
 
 class Router:
@@ -171,7 +173,8 @@ def main() -> None:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(run(channel, start.config))
     except Exception as error:
-        logging.getLogger(__name__).exception("the router cannot go on")
+        foreseen = isinstance(error, MIIError)
+        _logger.error("the router cannot go on: %s", error, exc_info=None if foreseen else error)
         channel.send(control.Failed.of(error))
         sys.exit(1)
 
