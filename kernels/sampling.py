@@ -92,7 +92,8 @@ def noise_bits(
     """
     blocks = ids.astype(np.uint64) >> np.uint64(2)
     words = _philox_blocks(blocks, seed, choice, position)
-    return np.stack(words)[ids & 3, np.arange(len(ids))].astype(np.uint32)
+    bits: NDArray[np.uint32] = np.choose(ids & 3, words).astype(np.uint32)
+    return bits
 
 
 def all_noise_bits(vocab_size: int, seed: int, choice: int, position: int) -> NDArray[np.uint32]:
@@ -143,10 +144,10 @@ def _log(x: Floats, less_one: Floats | None = None) -> Floats:
         numerator = np.where(exponent == 0, less_one, numerator)
     s = numerator / (m + np.float32(1))
     square = s * s
-    series = _ATANH_SERIES[0]
-    for term in _ATANH_SERIES[1:]:
+    series: Floats = np.full_like(s, _ATANH_SERIES[0])
+    for term in (*_ATANH_SERIES[1:], np.float32(1)):
         series = series * square + term
-    log_m = (series * square + np.float32(1)) * s * np.float32(2)
+    log_m = series * s * np.float32(2)
     return exponent.astype(np.float32) * _LN2 + log_m
 
 

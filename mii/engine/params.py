@@ -84,10 +84,16 @@ ALIASES = {
 }
 
 
+def _as_integer(value: object) -> int | None:
+    """Read an integer of Python's or numpy's; a truth value is none."""
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+
+
 def _integer(name: str, value: object, low: int, high: int, note: str = "") -> int:
-    if not isinstance(value, Integral) or isinstance(value, bool) or not low <= value <= high:
+    number = _as_integer(value)
+    if number is None or not low <= number <= high:
         raise InvalidArgument.of(name, value, f"an integer from {low} to {high}{note}")
-    return int(value)
+    return number
 
 
 def _number(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
@@ -160,9 +166,8 @@ def _token_of_key(key: object) -> int | None:
     """Read a token id that may be a string, as in JSON, where every key is one."""
     if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10:
         key = int(key)
-    if not isinstance(key, Integral) or isinstance(key, bool) or not 0 <= key <= _MAX_INT:
-        return None
-    return int(key)
+    token = _as_integer(key)
+    return token if token is not None and 0 <= token <= _MAX_INT else None
 
 
 _CHECKS: dict[str, Callable[[str, object], Any]] = {

@@ -37,7 +37,7 @@ class StopMatcher:
 
     Each stop string is followed by the Knuth-Morris-Pratt automaton: its state is the length of the
     longest beginning of the stop string that the text ends with. So the cost of a piece depends on
-    its length and the number of stop strings, not on the text before it or the stop strings' length.
+    its length and on how many stop strings there are, not on theirs or on the text before it.
 
     Args:
         stops: none, or some that are not empty.
