@@ -47,17 +47,19 @@ class StopMatcher:
         self._searches = [_Search(stop) for stop in stops]
         self._held = ""  # text that may be the beginning of a stop string
         self._length = 0  # characters of the whole text so far
-        self._match: _Search | None = None
+        self._match: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
         """Take the next piece.
 
         Returns:
-            The text that is safe to show, and the stop string that has ended the text, if one has.
-            Nothing that follows it is looked at.
+            The text that is safe to show, and the stop string that has ended the text, if one has;
+            what follows it is not looked at.
         """
         if not self._searches:
             return text, None
+        if self._match is not None:
+            return "", self._match
         for search in self._searches:
             if search.found is None:
                 search.push(text, self._length)
@@ -85,7 +87,8 @@ class StopMatcher:
                 match, end = None, may_begin
         safe = self._held[: end - begun]
         self._held = self._held[end - begun :]
-        return safe, None if match is None else match.stop
+        self._match = None if match is None else match.stop
+        return safe, self._match
 
 
 class _Search:
