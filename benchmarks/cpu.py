@@ -25,7 +25,7 @@ from mii.engine.build import build_generator
 from mii.engine.generator import Generator
 from mii.engine.params import check_params
 from mii.models.builtin import fetch_builtin
-from mii.models.cache import default_cache
+from mii.models.checkpoint import default_cache
 from mii.strategy import resolve_engine
 
 VOCAB = 49152
@@ -90,7 +90,11 @@ class Transformers:
         count = max(new_tokens)
         with torch.inference_mode():
             self._model.generate(
-                ids, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=False
+                ids,
+                attention_mask=mask,
+                max_new_tokens=count,
+                min_new_tokens=count,
+                do_sample=False,
             )
 
     def serve(self, arrivals: Sequence[tuple[float, list[int], int]], batch: int = 8) -> float:
@@ -153,7 +157,11 @@ def mixed_arrivals(seed: int = 0) -> list[tuple[float, list[int], int]]:
 
 
 def compare(
-    what: str, unit: str, wanted: float, rounds: int, measure: Callable[[Contender, int], float],
+    what: str,
+    unit: str,
+    wanted: float,
+    rounds: int,
+    measure: Callable[[Contender, int], float],
     contenders: tuple[Ours, Transformers],
 ) -> Figure:
     rates: dict[str, list[float]] = {c.name: [] for c in contenders}

@@ -28,7 +28,7 @@ class RaggedBatch:
     query_starts: torch.Tensor  # int32 [S + 1]
     context_lengths: torch.Tensor  # int32 [S]
     block_tables: torch.Tensor  # int32 [S, blocks of the longest]; beyond a sequence's own: 0
-    logits_rows: torch.Tensor  # int64 [L], tokens whose logits are wanted
+    logits_rows: torch.Tensor | None  # int64 [L], tokens whose logits are wanted; None: all
 
     # The same facts for the host, so that no kernel launch waits for the device.
     num_decodes: int

@@ -1,4 +1,4 @@
-"""Puts an engine together out of a configuration: this rank's model, its cache, and what drives it."""
+"""Puts an engine together out of a configuration: model, cache, and what drives them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from mii.config import EngineConfig
 from mii.engine.engine_v2 import InferenceEngineV2
+from mii.engine.executor import Executor, HostExecutor
 from mii.engine.generator import Generator
 from mii.engine.params import model_defaults
 from mii.engine.plan import StepPlan
@@ -30,8 +31,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 @dataclass(frozen=True)
-class _Resolved:
-    """The parts of an EngineConfig that must have been chosen by now."""
+class _Sizes:
+    """The sizes of an EngineConfig, all of which have been chosen by now."""
 
     block_size: int
     num_blocks: int
@@ -54,27 +55,56 @@ def build_engine(
         ModelError: if the model cannot be loaded.
     """
     rank = rank or Rank()
-    model = _load_model(config, rank, progress)
-    resolved = _resolve(config, model)
+    return engine_over(_load_model(config, rank, progress), config, rank, progress)
+
+
+def engine_over(
+    model: CausalModel, config: EngineConfig, rank: Rank, progress: Progress = silent
+) -> InferenceEngineV2:
+    """Build the engine around a model that is loaded."""
+    if config.device == "cuda":
+        from mii.engine.cuda_memory import with_measured_blocks  # needs Triton
+
+        config = with_measured_blocks(model, config, progress)
+    sizes = _sizes(config, model)
     progress("allocating the KV cache", None)
-    model.allocate_cache(resolved.num_blocks, resolved.block_size)
+    model.allocate_cache(sizes.num_blocks, sizes.block_size)
     state = DSStateManager(
-        num_blocks=resolved.num_blocks,
-        block_size=resolved.block_size,
+        num_blocks=sizes.num_blocks,
+        block_size=sizes.block_size,
         max_tracked_sequences=config.max_tracked_sequences,
-        max_length=resolved.max_length,
+        max_length=sizes.max_length,
         prefix_caching=config.prefix_caching,
         static_length=model.static_length,
     )
-    links = rank.plans
-    assert links is None or isinstance(links, PlanSender)
     return InferenceEngineV2(
-        ModelRunner(model, _ragged(config, resolved), links),
+        _executor(model, config, sizes, rank, progress),
         state,
-        Sampler(model.vocab_size),
-        token_budget=resolved.token_budget,
-        max_sequences=resolved.max_sequences,
+        token_budget=sizes.token_budget,
+        max_sequences=sizes.max_sequences,
     )
+
+
+def _executor(
+    model: CausalModel, config: EngineConfig, sizes: _Sizes, rank: Rank, progress: Progress
+) -> Executor:
+    if config.device == "cuda":
+        from mii.engine.cuda_executor import CUDAExecutor
+
+        executor = CUDAExecutor(
+            model,
+            max_slots=config.max_tracked_sequences,
+            max_length=sizes.max_length,
+            num_blocks=sizes.num_blocks,
+            block_size=sizes.block_size,
+            max_sequences=sizes.max_sequences,
+            device=torch.device("cuda", rank.rank),
+        )
+        executor.capture(progress)
+        return executor
+    assert rank.plans is None or isinstance(rank.plans, PlanSender)
+    runner = ModelRunner(model, _ragged(config, sizes), rank.plans)
+    return HostExecutor(runner, Sampler(model.vocab_size))
 
 
 def build_generator(
@@ -122,9 +152,9 @@ def run_follower(
     plans = rank.plans
     assert isinstance(plans, PlanReceiver)
     model = _load_model(config, rank, progress)
-    resolved = _resolve(config, model)
-    model.allocate_cache(resolved.num_blocks, resolved.block_size)
-    runner = ModelRunner(model, _ragged(config, resolved))
+    sizes = _sizes(config, model)
+    model.allocate_cache(sizes.num_blocks, sizes.block_size)
+    runner = ModelRunner(model, _ragged(config, sizes))
     stats = FollowerStats()
     on_ready(stats)
     while (plan := plans.receive()) is not None:
@@ -149,20 +179,20 @@ def _load_model(config: EngineConfig, rank: Rank, progress: Progress) -> CausalM
     )
 
 
-def _resolve(config: EngineConfig, model: CausalModel) -> _Resolved:
+def _sizes(config: EngineConfig, model: CausalModel) -> _Sizes:
     chosen = (config.block_size, config.num_blocks, config.max_ragged_batch_size)
     block_size, num_blocks, budget = chosen
     sequences = config.max_ragged_sequence_count
     assert block_size is not None and num_blocks is not None, chosen
     assert budget is not None and sequences is not None, chosen
     max_length = min(config.max_length or model.max_length, model.max_length)
-    return _Resolved(block_size, num_blocks, max_length, budget, sequences)
+    return _Sizes(block_size, num_blocks, max_length, budget, sequences)
 
 
-def _ragged(config: EngineConfig, resolved: _Resolved) -> RaggedBatchWrapper:
+def _ragged(config: EngineConfig, sizes: _Sizes) -> RaggedBatchWrapper:
     device = torch.device(config.device)
     return RaggedBatchWrapper(
-        config.max_tracked_sequences, resolved.max_length, resolved.block_size, device
+        config.max_tracked_sequences, sizes.max_length, sizes.block_size, device
     )
 
 

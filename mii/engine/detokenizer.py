@@ -44,17 +44,6 @@ class TokenDecoder(Protocol):
         ...
 
 
-def find_byte_fallback(
-    token_to_id: Callable[[str], int | None], decode: Callable[[Sequence[int]], str]
-) -> dict[int, int]:
-    """Return the `byte_fallback` of a tokenizer, given its lookup (None: no such token)."""
-    found = {token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)}
-    values = {token: byte for token, byte in found.items() if token is not None}
-    high = [token for token, byte in values.items() if byte >= 0x80]
-    # Where such tokens exist but the decoder does not know them, they are text like any other.
-    return values if high and decode([high[0]]) == REPLACEMENT else {}
-
-
 class Detokenizer:
     """Turns one sequence's new ids into text. The prompt plays no part.
 

@@ -7,14 +7,17 @@ let the engine's own scheduler say it. Both go the same way: state manager, plan
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from mii.engine.executor import Executor, Pending
 from mii.engine.metrics import EngineStats
-from mii.engine.plan import PlannedSequence, StepPlan, StepResult, TokenLogprobs
-from mii.engine.runner import CausalModel, ModelRunner
-from mii.engine.sampler import Sampler, SamplingState
+from mii.engine.plan import PlannedSequence, StepPlan, TokenLogprobs
+from mii.engine.runner import CausalModel
+from mii.engine.sampler import SamplingState
 from mii.engine.scheduler import ScheduledRequest, Scheduler, TokenUpdate
 from mii.engine.state_manager import (
     DSStateManager,
@@ -25,31 +28,39 @@ from mii.engine.state_manager import (
 from mii.errors import InvalidArgument
 
 
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step under way."""
+
+    plan: StepPlan
+    pending: Pending
+    began: float
+
+
 class InferenceEngineV2:
     """One replica's engine, driven from one thread. Ids in, ids out.
 
     Args:
-        runner: runs forward passes.
+        executor: computes steps.
         state: tracks sequences and blocks.
-        sampler: turns logits into tokens.
         token_budget: tokens of one step at most (FastGen's max_ragged_batch_size).
         max_sequences: sequences of one step at most (max_ragged_sequence_count).
     """
 
     def __init__(
         self,
-        runner: ModelRunner,
+        executor: Executor,
         state: DSStateManager,
-        sampler: Sampler,
         *,
         token_budget: int,
         max_sequences: int,
     ) -> None:
-        self._runner = runner
+        self._executor = executor
         self._state = state
-        self._sampler = sampler
         self._scheduler = Scheduler(state, token_budget, max_sequences)
         self._sampling: dict[int, SamplingState] = {}
+        self._host_sampled = 0  # requests whose tokens only the host can draw
+        self._launched: deque[_Launched] = deque()
         self._steps = 0
         self._prompt_tokens = 0
         self._generated_tokens = 0
@@ -65,33 +76,58 @@ class InferenceEngineV2:
         """
         self._scheduler.add(request)
         self._sampling[request.uid] = sampling
+        self._host_sampled += sampling.needs_host
         self._prompt_tokens += len(request.prompt_ids)
 
     def remove_request(self, uid: int) -> None:
         """Forget a request and free its blocks at once. Unknown uids are ignored."""
         self._scheduler.remove(uid)
-        self._sampling.pop(uid, None)
+        self._forget(uid)
 
     def step(self) -> list[tuple[TokenUpdate, TokenLogprobs | None]]:
-        """Compute one step; return its new tokens. Requests that end are forgotten."""
+        """Compose and launch one step, and return the new tokens of one that has ended.
+
+        Requests that end are forgotten. Where the executor allows it, a step is composed while the
+        one before it is still computed: then its tokens come out one call later.
+        """
+        # Where only the host can draw a token, each must be known before the next is drawn.
+        finished = self._finish(0) if self._host_sampled else []
         plan = self._scheduler.schedule()
-        if plan is None:
-            return []
-        started = time.perf_counter()
-        result = self._sample(plan, self._runner.forward(plan))
-        updates = self._scheduler.update(plan, result)
-        for update in updates:
-            if update.finish_reason is not None:
-                del self._sampling[update.uid]
-        self._steps += 1
-        self._generated_tokens += len(updates)
-        self._last_step_seconds = time.perf_counter() - started
-        return [(update, result.logprobs.get(update.uid)) for update in updates]
+        if plan is not None:
+            uids = (planned.uid for planned in plan.sequences if planned.samples)
+            states = [self._sampling[uid] for uid in uids]
+            self._launched.append(
+                _Launched(plan, self._executor.launch(plan, states), time.perf_counter())
+            )
+            self._steps += 1
+        depth = 0 if plan is None or self._host_sampled else self._executor.depth
+        return finished + self._finish(depth)
+
+    def _finish(self, depth: int) -> list[tuple[TokenUpdate, TokenLogprobs | None]]:
+        """Take in the results of launched steps, all but the latest `depth` of them."""
+        tokens = []
+        while len(self._launched) > depth:
+            launched = self._launched.popleft()
+            result = launched.pending()
+            updates = self._scheduler.update(launched.plan, result)
+            for update in updates:
+                if update.finish_reason is not None:
+                    self._forget(update.uid)
+            self._generated_tokens += len(updates)
+            self._last_step_seconds = time.perf_counter() - launched.began
+            tokens += [(update, result.logprobs.get(update.uid)) for update in updates]
+        return tokens
+
+    def _forget(self, uid: int) -> None:
+        state = self._sampling.pop(uid, None)
+        if state is not None and state.needs_host:
+            self._host_sampled -= 1
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
-        return self._scheduler.num_running + self._scheduler.num_waiting > 0
+        requests = self._scheduler.num_running + self._scheduler.num_waiting
+        return requests + len(self._launched) > 0
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the counters. May be called from any thread."""
@@ -108,15 +144,6 @@ class InferenceEngineV2:
             preemptions=self._scheduler.num_preemptions,
             last_step_seconds=self._last_step_seconds,
         )
-
-    def _sample(self, plan: StepPlan, logits: torch.Tensor) -> StepResult:
-        uids = tuple(planned.uid for planned in plan.sequences if planned.samples)
-        rows = [self._sampling[uid] for uid in uids]
-        token_ids, logprobs = self._sampler.sample(logits, rows) if rows else ([], {})
-        for row, token_id in zip(rows, token_ids, strict=True):
-            row.append(token_id)
-        by_uid = {uids[index]: logprob for index, logprob in logprobs.items()}
-        return StepResult(plan.step, uids, tuple(token_ids), by_uid)
 
     # DeepSpeed-FastGen's surface.
 
@@ -153,11 +180,11 @@ class InferenceEngineV2:
         order = sorted(range(len(planned)), key=lambda i: planned[i].num_tokens > 1)
         decodes = sum(item.num_tokens == 1 for item in planned)
         plan = StepPlan(self._steps, tuple(planned[i] for i in order), num_decodes=decodes)
-        logits = self._runner.forward(plan)
+        logits = self._executor.forward(plan)
         self._steps += 1
         for uid in batch_uids:
             self._state.name_full_blocks(self._state.get_or_create_sequence(uid))
-        return logits[torch.tensor(order).argsort().to(logits.device)]
+        return logits[torch.tensor(order).argsort().to(logits.device)].float()
 
     def query(self, uid: int, max_request_tokens: int, max_request_blocks: int) -> tuple[int, int]:
         """Return how many tokens of a sequence could be put next, and the blocks they would take.
@@ -216,11 +243,11 @@ class InferenceEngineV2:
 
     def model(self) -> CausalModel:
         """Return this rank's model."""
-        return self._runner.model
+        return self._executor.model()
 
     def destroy(self) -> None:
         """Let the other ranks end. The engine cannot be used afterwards."""
-        self._runner.close()
+        self._executor.close()
 
     def _put_one(self, uid: int, ids: list[int]) -> PlannedSequence:
         sequence = self._state.get_or_create_sequence(uid)
@@ -245,7 +272,7 @@ class InferenceEngineV2:
 
     def _as_ids(self, tokens: Sequence[int] | torch.Tensor) -> list[int]:
         ids = tokens.tolist() if isinstance(tokens, torch.Tensor) else list(tokens)
-        vocab = self._runner.model.vocab_size
+        vocab = self.model().vocab_size
         if not ids or not all(type(i) is int and 0 <= i < vocab for i in ids):
             raise InvalidArgument.of(
                 "batch_tokens", ids, f"one or more token ids from 0 to {vocab - 1} per sequence"

@@ -28,7 +28,7 @@ class CausalModel(Protocol):
         ...
 
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
-        """Compute one step; return fp32 logits [L, vocab_size] of `batch.logits_rows`."""
+        """Compute one step; return logits [L, vocab_size] of `batch.logits_rows`."""
         ...
 
 
@@ -44,7 +44,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> torch.Tensor:
-        """Return fp32 logits [sampling sequences, vocabulary], in the plan's order."""
+        """Return logits [sampling sequences, vocabulary], in the plan's order."""
         if self._links is not None:
             self._links.send(plan.to_bytes())
         return self.model.forward(self._ragged.build(plan))

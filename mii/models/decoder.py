@@ -74,7 +74,7 @@ class Decoder:
         self._backend.allocate(self._cache_shape(num_blocks, block_size), self.dtype, self.device)
 
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
-        """Return fp32 logits [L, vocabulary] of `batch.logits_rows`; updates the cache."""
+        """Return logits [L, vocabulary] of `batch.logits_rows`; updates the cache."""
         residual = F.embedding(batch.token_ids, self._embedding)
         if self._embedding_scale != 1.0:
             residual = residual * self._embedding_scale
@@ -98,8 +98,10 @@ class Decoder:
 
         rows = batch.logits_rows
         assert update is not None
-        x, _ = self._final_norm.add(update[rows], residual[rows])
-        logits = self._head(x).float()
+        if rows is not None:
+            update, residual = update[rows], residual[rows]
+        x, _ = self._final_norm.add(update, residual)
+        logits = self._head(x)
         if self.spec.logit_softcap is not None:
             cap = self.spec.logit_softcap
             logits = torch.tanh(logits / cap) * cap
