@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import grpc
@@ -39,18 +39,18 @@ _LISTS = frozenset(("stop", "stop_strings", "stop_token_ids"))
 class LegacyServicer(ModelResponseServicer):
     """`modelresponse.ModelResponse`, answered by the replicas."""
 
-    def __init__(self, relay: Relay, terminate: Callable[[], None]) -> None:
+    def __init__(self, relay: Relay, terminate: Callable[[], Awaitable[None]]) -> None:
         """Serve.
 
         Args:
             relay: answers.
-            terminate: called when a client has been told that the deployment will end.
+            terminate: asks for the deployment's end; the client is answered when it returns.
         """
         self._relay = relay
         self._terminate = terminate
 
     async def Terminate(self, request: Empty, context: Context) -> Empty:
-        context.add_done_callback(lambda _: self._terminate())  # type: ignore[arg-type]
+        await self._terminate()
         return Empty()
 
     async def GeneratorReply(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 import grpc
@@ -40,6 +41,7 @@ _SERVICES: Final = (
     reflection.SERVICE_NAME,
 )
 _STOP_GRACE: Final = 1.0  # seconds for calls under way, of the three that a Stop allows
+_TERMINATE_SECONDS: Final = 1.0  # until a client is told that the deployment will end, at most
 _BIND_TRIES: Final = 5
 
 _logger = logging.getLogger(__name__)
@@ -48,12 +50,12 @@ _logger = logging.getLogger(__name__)
 class Router:
     """The servers of one deployment. Belongs to one event loop."""
 
-    def __init__(self, config: DeploymentConfig, terminate: Callable[[], None]) -> None:
+    def __init__(self, config: DeploymentConfig, terminate: Callable[[], Awaitable[None]]) -> None:
         """Make everything, and listen on nothing yet.
 
         Args:
             config: of the deployment.
-            terminate: called when a client has asked for the deployment's end.
+            terminate: asks for the deployment's end; the client is answered when it returns.
         """
         self._config = config
         self._replicas = Replicas(GrpcTransport, RoundRobin(), lambda: self._health.changed())
@@ -139,7 +141,14 @@ async def run(channel: control.ControlChannel, config: DeploymentConfig) -> None
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stopped.set)
-    router = Router(config, lambda: channel.send(control.Terminate()))
+
+    async def terminate() -> None:
+        """Ask for the end, and wait for it to begin: the deployment's name is then free again."""
+        channel.send(control.Terminate())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stopped.wait(), _TERMINATE_SECONDS)
+
+    router = Router(config, terminate)
 
     def on_message(message: control.Message) -> None:
         if isinstance(message, control.Replicas):
