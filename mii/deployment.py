@@ -1,0 +1,386 @@
+"""The supervisor of one deployment: `python -P -m mii.deployment --control-fd N`.
+
+It starts the router and the workers, tells the router which replicas can answer, and ends them all
+when a client asks for it, on SIGTERM or SIGINT, and when the starter goes away without having sent
+Detach. It holds no torch and no gRPC. Children exit when their control channel closes, so nothing
+outlives a killed supervisor.
+
+One thread a child reads its messages into one queue; everything is decided in the main thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+
+from mii.config import DeploymentConfig
+from mii.control import (
+    ControlChannel,
+    Detach,
+    Failed,
+    Message,
+    Progress,
+    Ready,
+    Replica,
+    Replicas,
+    Stop,
+    Terminate,
+)
+from mii.errors import DeploymentError, MIIError
+from mii.launchers.local import Child, LocalLauncher
+from mii.registry import DeploymentRecord, ProcessIdentity, ProcessRecord, Registry, mark
+
+_STOP_SECONDS = 3.0  # that children have for an orderly end
+_LEAVE_SECONDS = 3.0  # that a child has to exit after it has closed its control channel
+
+_logger = logging.getLogger("mii.deployment")
+
+
+@dataclass(frozen=True)
+class _Said:
+    """A child sent a message."""
+
+    child: Child
+    message: Message
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """A child's process has ended."""
+
+    child: Child
+
+
+@dataclass(frozen=True)
+class _StarterSaid:
+    """The process that started the deployment sent a message."""
+
+    message: Message
+
+
+@dataclass(frozen=True)
+class _StarterGone:
+    """The process that started the deployment has closed its end."""
+
+
+@dataclass(frozen=True)
+class _Signalled:
+    """SIGTERM or SIGINT."""
+
+    number: int
+
+
+_Event = _Said | _Ended | _StarterSaid | _StarterGone | _Signalled
+
+
+@dataclass(eq=False)
+class _ReplicaState:
+    """The ranks of one replica and what is known of them."""
+
+    number: int
+    children: list[Child]  # by rank
+    ready: dict[int, Ready] = field(default_factory=dict)  # by rank
+    ended: set[int] = field(default_factory=set)  # ranks
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every rank serves."""
+        return len(self.ready) == len(self.children) and not self.ended
+
+
+class Supervisor:
+    """Runs one deployment from its start to its end, in the main thread."""
+
+    def __init__(
+        self,
+        config: DeploymentConfig,
+        starter: ControlChannel,
+        launcher: LocalLauncher,
+        registry: Registry,
+    ) -> None:
+        self._config = config
+        self._starter = starter
+        self._launcher = launcher
+        self._registry = registry
+        self._record = DeploymentRecord(config, ProcessIdentity.of(os.getpid()))
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._router: Child | None = None
+        self._replicas: list[_ReplicaState] = []
+        self._running: list[Child] = []  # whose end has not been seen
+        self._last_words: dict[Child, Failed] = {}
+        self._announced = False  # the starter knows that the deployment is ready
+        self._detached = False
+        self._stopping = False
+        self._activity = "starting the router"
+        self._deadline = 0.0  # of the next sign of progress, while starting
+
+    def run(self) -> int:
+        """Run the deployment; return the process's exit status."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        try:
+            self._registry.claim(self._record)
+        except MIIError as error:
+            self._starter.send(Failed.of(error))
+            return 1
+        try:
+            self._run()
+        except Exception as error:
+            if not isinstance(error, MIIError):
+                _logger.exception("the supervisor cannot go on")
+            _logger.error("%s", error)
+            self._starter.send(Failed.of(error))
+            return 1
+        finally:
+            self._stop_children()
+            with contextlib.suppress(MIIError):  # whoever meets the entry next removes it
+                self._registry.remove(self._record)
+            _logger.info("the deployment has ended")
+        return 0
+
+    def _run(self) -> None:
+        threading.Thread(target=self._read_starter, daemon=True).start()
+        self._progress("starting the router")
+        self._router = self._adopt(self._launcher.start_router(self._config))
+        while not self._stopping:
+            self._handle(self._next_event())
+
+    def _next_event(self) -> _Event:
+        if self._announced:
+            return self._events.get()
+        try:
+            return self._events.get(timeout=max(0.0, self._deadline - time.monotonic()))
+        except queue.Empty:
+            raise DeploymentError(
+                f"the deployment did not start: nothing has moved for "
+                f"{self._config.startup_timeout:g} seconds (startup_timeout) since it was "
+                f"{self._activity!r}; the logs are in {self._launcher.logs}"
+            ) from None
+
+    def _handle(self, event: _Event) -> None:
+        match event:
+            case _Said(child, Failed() as failed):
+                self._last_words[child] = failed
+                _logger.error("%s: %s", child.name, failed.message)
+                self._kill(self._siblings(child))
+            case _Said(child, message) if child is self._router:
+                self._router_said(message)
+            case _Said(child, message):
+                self._worker_said(child, message)
+            case _Ended(child) if child is self._router:
+                self._running.remove(child)
+                raise self._cause([child])
+            case _Ended(child):
+                self._worker_ended(child)
+            case _StarterSaid(Detach()):
+                self._detached = True
+            case _StarterSaid(Stop()):
+                self._stop("the program that started it asked for its end")
+            case _StarterGone() if not self._detached:
+                self._stop("the program that started it is gone")
+            case _Signalled(number):
+                self._stop(signal.Signals(number).name)
+
+    def _stop(self, reason: str) -> None:
+        _logger.info("stopping: %s", reason)
+        self._stopping = True
+
+    # The router
+
+    def _router_said(self, message: Message) -> None:
+        if isinstance(message, Terminate):
+            self._stop("a client asked for the end of the deployment")
+        elif isinstance(message, Ready):
+            self._record = replace(self._record, port=message.port, rest_port=message.rest_port)
+            self._note([self._require_router()], "ready", message.port)
+            _logger.info("the router listens on port %d", message.port)
+            self._start_replicas(message.port + 1)
+
+    def _start_replicas(self, first_port: int) -> None:
+        ranks = self._config.engine.tensor_parallel
+        self._progress("starting the workers")
+        for number in range(self._config.replica_num):
+            port = first_port + number * ranks
+            children = self._launcher.start_replica(self._config, number, port)
+            self._replicas.append(_ReplicaState(number, children))
+            for child in children:
+                self._adopt(child)
+
+    def _tell_router(self) -> None:
+        """Tell the router about every replica that can be reached."""
+        reachable = [each for each in self._replicas if 0 in each.ready and not each.ended]
+        replicas = (
+            Replica(each.number, f"127.0.0.1:{each.ready[0].port}", each.is_ready)
+            for each in reachable
+        )
+        self._require_router().channel.send(Replicas(tuple(replicas)))
+
+    # Workers
+
+    def _worker_said(self, child: Child, message: Message) -> None:
+        if isinstance(message, Progress) and child.start.rank == 0:
+            several = self._config.replica_num > 1
+            prefix = f"replica {child.start.replica}: " if several else ""
+            self._progress(prefix + message.what, message.fraction)
+        elif isinstance(message, Ready):
+            self._replica_of(child).ready[child.start.rank] = message
+            self._note([child], "ready", message.port)
+            self._tell_router()
+            self._progress(f"{child.name} is ready")
+            if all(each.is_ready for each in self._replicas) and not self._announced:
+                self._announce()
+
+    def _announce(self) -> None:
+        self._announced = True
+        self._record = replace(self._record, state="ready")
+        self._save()
+        port = self._record.port
+        assert port is not None
+        details = {"replicas": [each.ready[0].details for each in self._replicas]}
+        self._starter.send(Ready(port, rest_port=self._record.rest_port, details=details))
+        _logger.info("the deployment is ready")
+
+    def _worker_ended(self, child: Child) -> None:
+        """See a rank end. The others of its replica are of no use without it."""
+        self._running.remove(child)
+        replica = self._replica_of(child)
+        replica.ended.add(child.start.rank)
+        self._kill(replica.children)
+        if len(replica.ended) == len(replica.children):
+            self._replica_died(replica)
+        else:
+            self._tell_router()
+
+    def _replica_died(self, replica: _ReplicaState) -> None:
+        cause = self._cause(replica.children)
+        if not self._announced:
+            raise cause
+        words = f"replica {replica.number} has died: {cause}"
+        _logger.error("%s", words)
+        self._note(replica.children, "dead", None, str(cause))
+        self._tell_router()
+        self._starter.send(Progress(words))
+
+    def _cause(self, children: Iterable[Child]) -> MIIError:
+        """Return why processes that belong together have ended, in their own words if possible."""
+        own = [child for child in children if child in self._last_words or not child.killed]
+        errors = [self._last_words[child].to_error() for child in own if child in self._last_words]
+        for error in errors:
+            if type(error) is not DeploymentError:  # foreseen, so it says all there is to say
+                return error
+        words = [
+            f"{child.name}: {self._last_words[child].message}"
+            if child in self._last_words
+            else child.how_it_ended()
+            for child in own
+        ]
+        return DeploymentError("; ".join(dict.fromkeys(words)))
+
+    # Children and those who watch them
+
+    def _adopt(self, child: Child) -> Child:
+        self._running.append(child)
+        self._note([child], "starting")
+        threading.Thread(target=self._read_child, args=(child,), daemon=True).start()
+        return child
+
+    def _read_child(self, child: Child) -> None:
+        """Pass on what a child says, and then its end."""
+        try:
+            for message in child.channel.messages():
+                self._events.put(_Said(child, message))
+        except MIIError:
+            _logger.exception("%s does not speak our language", child.name)
+        child.wait_for_end(_LEAVE_SECONDS)
+        self._events.put(_Ended(child))
+
+    def _read_starter(self) -> None:
+        for message in self._starter.messages():
+            self._events.put(_StarterSaid(message))
+        self._events.put(_StarterGone())
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._events.put(_Signalled(number))
+
+    def _require_router(self) -> Child:
+        assert self._router is not None, "the router is started first"
+        return self._router
+
+    def _siblings(self, child: Child) -> list[Child]:
+        return [child] if child is self._router else self._replica_of(child).children
+
+    def _replica_of(self, child: Child) -> _ReplicaState:
+        return next(each for each in self._replicas if child in each.children)
+
+    def _kill(self, children: Iterable[Child]) -> None:
+        for child in children:
+            child.kill()
+
+    def _stop_children(self) -> None:
+        """End all children: SIGTERM, three seconds, SIGKILL."""
+        self._record = replace(self._record, state="stopping")
+        self._save()
+        for child in self._running:
+            child.channel.send(Stop())
+            child.process.terminate()
+        deadline = time.monotonic() + _STOP_SECONDS
+        for child in self._running:
+            child.wait_for_end(max(0.0, deadline - time.monotonic()))
+
+    # What others are told
+
+    def _progress(self, what: str, fraction: float | None = None) -> None:
+        if self._announced:
+            return
+        if what != self._activity:
+            _logger.info("%s", what)
+        self._activity = what
+        self._deadline = time.monotonic() + self._config.startup_timeout
+        self._starter.send(Progress(what, fraction))
+
+    def _note(
+        self,
+        children: Iterable[Child],
+        state: str,
+        port: int | None = None,
+        last_words: str = "",
+    ) -> None:
+        """Enter children's state in the registry."""
+        for child in children:
+            start, pid = child.start, child.process.pid
+            self._record = mark(
+                self._record,
+                ProcessRecord(start.role, start.replica, start.rank, pid, state, port, last_words),
+            )
+        self._save()
+
+    def _save(self) -> None:
+        try:
+            self._registry.update(self._record)
+        except MIIError as error:  # a full disk must not end a deployment that serves
+            _logger.warning("%s", error)
+
+
+def main() -> None:
+    """Run the process."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    channel = ControlChannel.from_arguments(sys.argv[1:])
+    config = channel.receive_start().config
+    registry = Registry(Path(config.cache_path))
+    launcher = LocalLauncher(registry.logs(config.deployment_name))
+    sys.exit(Supervisor(config, channel, launcher, registry).run())
+
+
+if __name__ == "__main__":
+    main()
