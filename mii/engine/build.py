@@ -21,6 +21,7 @@ from mii.engine.runner import CausalModel, ModelRunner
 from mii.engine.sampler import Sampler
 from mii.engine.state_manager import DSStateManager
 from mii.errors import InvalidArgument, ModelError
+from mii.models.checkpoint import read_eos_token_ids
 from mii.models.loader import load_decoder
 from mii.models.progress import Progress, silent
 from mii.models.tokenizer import load_tokenizer
@@ -97,6 +98,7 @@ def _executor(
             max_length=sizes.max_length,
             num_blocks=sizes.num_blocks,
             block_size=sizes.block_size,
+            token_budget=sizes.token_budget,
             max_sequences=sizes.max_sequences,
             device=torch.device("cuda", rank.rank),
         )
@@ -111,10 +113,16 @@ def build_generator(
     config: EngineConfig, rank: Rank | None = None, progress: Progress = silent
 ) -> Generator:
     """Build rank 0's engine with its text side. See `build_engine`."""
+    model_folder = Path(config.model_path)
     tokenizer = None
     if not config.skip_tokenizer:
         progress("loading the tokenizer", None)
-        tokenizer = load_tokenizer(Path(config.tokenizer_path), config.chat_template)
+        tokenizer = load_tokenizer(
+            Path(config.tokenizer_path),
+            config.chat_template,
+            model_folder=model_folder,
+            trust_remote_code=config.trust_remote_code,
+        )
     engine = build_engine(config, rank, progress)
     state = engine.state_manager
     # The last token of a sequence is never computed, so it needs no place in the cache.
@@ -122,8 +130,8 @@ def build_generator(
     limits = ModelLimits(
         vocab_size=engine.model().vocab_size,
         max_length=min(state.max_length, capacity),
-        eos_ids=tokenizer.eos_token_ids if tokenizer is not None else frozenset(),
-        generation_defaults=model_defaults(_generation_config(Path(config.model_path))),
+        eos_ids=tokenizer.eos_token_ids if tokenizer else read_eos_token_ids(model_folder),
+        generation_defaults=model_defaults(_generation_config(model_folder)),
     )
     return Generator(engine, PromptProcessor(tokenizer, limits), config.max_tracked_sequences)
 

