@@ -121,7 +121,7 @@ class Supervisor:
         self._announced = False  # the starter knows that the deployment is ready
         self._detached = False
         self._stopping = False
-        self._activity = "starting the router"
+        self._busy_with: dict[Child, str] = {}  # children that are not ready, while starting
         self._deadline = 0.0  # of the next sign of progress, while starting
 
     def run(self) -> int:
@@ -162,10 +162,11 @@ class Supervisor:
         try:
             return self._events.get(timeout=max(0.0, self._deadline - time.monotonic()))
         except queue.Empty:
+            waiting = ", ".join(f"{c.name} ({what})" for c, what in self._busy_with.items())
             raise DeploymentError(
                 f"the deployment did not start: nothing has moved for "
-                f"{self._config.startup_timeout:g} seconds (startup_timeout) since it was "
-                f"{self._activity!r}; the logs are in {self._launcher.logs}"
+                f"{self._config.startup_timeout:g} seconds (startup_timeout); not ready are "
+                f"{waiting}; the logs are in {self._launcher.logs}"
             ) from None
 
     def _handle(self, event: _Event) -> None:
@@ -203,7 +204,9 @@ class Supervisor:
             self._stop("a client asked for the end of the deployment")
         elif isinstance(message, Ready):
             self._record = replace(self._record, port=message.port, rest_port=message.rest_port)
-            self._note([self._require_router()], "ready", message.port)
+            router = self._require_router()
+            self._busy_with.pop(router)
+            self._note([router], "ready", message.port)
             _logger.info("the router listens on port %d", message.port)
             self._start_replicas(message.port + 1)
 
@@ -229,12 +232,15 @@ class Supervisor:
     # Workers
 
     def _worker_said(self, child: Child, message: Message) -> None:
-        if isinstance(message, Progress) and child.start.rank == 0:
+        if isinstance(message, Progress):
+            self._busy_with[child] = message.what
             several = self._config.replica_num > 1
             prefix = f"replica {child.start.replica}: " if several else ""
-            self._progress(prefix + message.what, message.fraction)
+            if child.start.rank == 0:  # the others do the same at the same time
+                self._progress(prefix + message.what, message.fraction)
         elif isinstance(message, Ready):
             self._replica_of(child).ready[child.start.rank] = message
+            self._busy_with.pop(child, None)
             self._note([child], "ready", message.port)
             self._tell_router()
             self._progress(f"{child.name} is ready")
@@ -291,6 +297,7 @@ class Supervisor:
 
     def _adopt(self, child: Child) -> Child:
         self._running.append(child)
+        self._busy_with[child] = "starting"
         self._note([child], "starting")
         threading.Thread(target=self._read_child, args=(child,), daemon=True).start()
         return child
@@ -343,9 +350,6 @@ class Supervisor:
     def _progress(self, what: str, fraction: float | None = None) -> None:
         if self._announced:
             return
-        if what != self._activity:
-            _logger.info("%s", what)
-        self._activity = what
         self._deadline = time.monotonic() + self._config.startup_timeout
         self._starter.send(Progress(what, fraction))
 

@@ -59,6 +59,7 @@ class AttachedDeployment(RunningDeployment):
                 show(message.what, message.fraction)
             elif isinstance(message, Failed):
                 failure = message.to_error()
+        self.channel.close()
         self.supervisor.wait()
         if failure is not None:
             raise failure

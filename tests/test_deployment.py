@@ -175,7 +175,11 @@ def test_a_worker_whose_port_is_taken_takes_another(tmp_path: Path) -> None:
         ("fail unforeseen", DeploymentError, ["worker 1.0: ZeroDivisionError: division by zero"]),
         ("raise", DeploymentError, ["worker 1.0 exited with status 1", "the very last words"]),
         ("die", DeploymentError, ["worker 1.0 was killed by SIGKILL"]),
-        ("hang", DeploymentError, ["1 seconds", "startup_timeout", "reading weights", "logs"]),
+        (
+            "hang",
+            DeploymentError,
+            ["1 seconds", "startup_timeout", "worker 1.0 (reading weights)", "logs"],
+        ),
     ],
 )
 def test_a_start_that_fails_says_why_and_leaves_nothing(

@@ -172,6 +172,8 @@ def spawn(
     channel, theirs = ControlChannel.pair()
     with contextlib.ExitStack() as closed_afterwards:
         closed_afterwards.callback(theirs.close)
+        closed_on_error = closed_afterwards.enter_context(contextlib.ExitStack())
+        closed_on_error.callback(channel.close)
         output = closed_afterwards.enter_context(_new_log(log)) if log else None
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", module, "--control-fd", str(theirs.fileno())],
@@ -182,6 +184,7 @@ def spawn(
             env={**os.environ, "PYTHONPATH": _python_path()},
             start_new_session=new_session,
         )
+        closed_on_error.pop_all()
     return process, channel
 
 
