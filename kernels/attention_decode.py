@@ -30,7 +30,8 @@ def attention_decode_reference(
         query: [sequences, heads, head_dim]
         key_cache, value_cache: [blocks, kv_heads, block_size, head_dim]
         block_tables: int [sequences, blocks of the longest]
-        context_lengths: int [sequences], the query's own key included; 0: the output is zeros
+        context_lengths: int [sequences], the query's own key included; 0: no query, and what the
+            kernel leaves in the output means nothing (here: zeros)
         scale: factor on q . k
         window: keys seen at most; None: all
         softcap: c in c * tanh(score / c)
@@ -83,6 +84,8 @@ def _attend_part_kernel(
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
     length = tl.load(length_ptr + sequence)
+    if length == 0:
+        return
 
     first = 0
     if WINDOW > 0:
@@ -165,12 +168,16 @@ def _join_parts_kernel(
     part_ptr,
     lse_ptr,
     output_ptr,
+    length_ptr,
+    HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     PARTS: tl.constexpr,
     PARTS_PADDED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    if tl.load(length_ptr + row // HEADS) == 0:
+        return
     dims = tl.arange(0, DIM_PADDED)
     parts = tl.arange(0, PARTS_PADDED)
     in_head = dims < HEAD_DIM
@@ -193,10 +200,11 @@ def num_parts(sequences: int, kv_heads: int, max_context: int, multiprocessors: 
     """Return into how many parts each sequence's keys are split.
 
     About four programs for each multiprocessor keep its memory pipes full; parts of less than 128
-    keys cost more to join than they save.
+    keys cost more to join than they save. A power of two: each number is a kernel of its own.
     """
-    wanted = -(-4 * multiprocessors // max(1, sequences * kv_heads))
-    return max(1, min(wanted, -(-max_context // 128), 32))
+    wanted = 4 * multiprocessors // max(1, sequences * kv_heads)
+    limit = max(1, min(wanted, max_context // 128, 32))
+    return 1 << (limit.bit_length() - 1)
 
 
 def attention_decode(
@@ -265,6 +273,8 @@ def attention_decode(
             part,
             lse,
             output,
+            context_lengths,
+            HEADS=heads,
             HEAD_DIM=head_dim,
             DIM_PADDED=dim_padded,
             PARTS=parts,

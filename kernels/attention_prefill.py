@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -78,6 +79,8 @@ def _prefill_kernel(
     head = tl.program_id(0)
     tile = tl.program_id(1)
     sequence = tl.load(tile_sequence_ptr + tile)
+    if sequence < 0:
+        return
     tile_start = tl.load(tile_start_ptr + tile)
     kv_head = head // (HEADS // KV_HEADS)
 
@@ -146,16 +149,23 @@ def _prefill_kernel(
     )
 
 
-def query_tiles(query_lengths: list[int], rows: int) -> tuple[list[int], list[int]]:
-    """Cut every sequence's query tokens into tiles of `rows`, those of long contexts first.
+def query_tiles(
+    query_lengths: Sequence[int], rows: int, first: int = 0
+) -> tuple[list[int], list[int]]:
+    """Cut sequences' query tokens into tiles of `rows`, those late in their sequence first.
+
+    Args:
+        query_lengths: tokens of each sequence
+        rows: tokens of a tile at most
+        first: sequences before this one get no tiles
 
     Returns:
         For each tile, its sequence, and the tile's first token within the sequence.
     """
     tiles = [
         (sequence, start)
-        for sequence, length in enumerate(query_lengths)
-        for start in range(0, length, rows)
+        for sequence in range(first, len(query_lengths))
+        for start in range(0, query_lengths[sequence], rows)
     ]
     tiles.sort(key=lambda tile: -tile[1])
     return [tile[0] for tile in tiles], [tile[1] for tile in tiles]
@@ -189,7 +199,8 @@ def attention_prefill(
 
     Args:
         query: [tokens, heads, head_dim]; rows may be part of a wider tensor
-        tile_sequences, tile_starts: int32 [tiles], from `query_tiles`
+        tile_sequences, tile_starts: int32 [tiles], from `query_tiles`; a negative sequence stands
+            for no tile
         output: [tokens, heads, head_dim], contiguous
         rows: query tokens of a program, as given to `query_tiles`
         tile, warps, stages: launch settings

@@ -26,54 +26,56 @@ def _prepare_kernel(
     DIM_PADDED: tl.constexpr,
     HALF: tl.constexpr,
     PAGE: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    heads = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
     dims = tl.arange(0, DIM_PADDED)
-    mask = dims < HEAD_DIM
-    row = qkv_ptr + (token * (HEADS + 2 * KV_HEADS) + head) * HEAD_DIM
-    x = tl.load(row + dims, mask=mask, other=0.0)
-    dtype = x.dtype
-    is_query = head < HEADS
-    is_value = head >= HEADS + KV_HEADS
-    if not is_value:
-        # The partner of dimension i in its pair is i + HALF, or i - HALF.
-        partner_dims = tl.where(dims < HALF, dims + HALF, dims - HALF)
-        rotated = dims < 2 * HALF
-        partner = tl.load(row + partner_dims, mask=mask & rotated, other=0.0)
-        if HAS_NORM:
-            norm_ptr = tl.where(is_query, query_norm_ptr, key_norm_ptr)
-            wide = x.to(tl.float32)
-            factor = tl.rsqrt(tl.sum(wide * wide, 0) / HEAD_DIM + eps)
-            weight = tl.load(norm_ptr + dims, mask=mask, other=0.0)
-            partner_weight = tl.load(norm_ptr + partner_dims, mask=mask & rotated, other=0.0)
-            partner_wide = partner.to(tl.float32) * factor
-            if OFFSET != 0.0:
-                x = (wide * factor * (OFFSET + weight.to(tl.float32))).to(dtype)
-                partner = (partner_wide * (OFFSET + partner_weight.to(tl.float32))).to(dtype)
-            else:
-                x = weight * (wide * factor).to(dtype)
-                partner = partner_weight * partner_wide.to(dtype)
-        if HALF > 0:
-            angle = tl.where(dims < HALF, dims, dims - HALF)
-            cos = tl.load(cos_ptr + token * HALF + angle, mask=rotated, other=1.0)
-            sin = tl.load(sin_ptr + token * HALF + angle, mask=rotated, other=0.0)
-            sign = tl.where(dims < HALF, -1.0, 1.0)
-            turned = x.to(tl.float32) * cos.to(tl.float32) + sign * partner.to(tl.float32) * sin.to(
-                tl.float32
-            )
-            x = tl.where(rotated, turned.to(dtype), x)
-    # Programs of one token touch disjoint heads, so writing in place is safe.
-    if is_query:
-        tl.store(row + dims, x, mask=mask)
-    else:
-        slot = tl.load(slot_ptr + token)
-        kv_head = tl.where(is_value, head - HEADS - KV_HEADS, head - HEADS)
-        place = ((slot // PAGE * KV_HEADS + kv_head) * PAGE + slot % PAGE) * HEAD_DIM
-        if is_value:
-            tl.store(value_cache_ptr + place + dims, x, mask=mask)
+    mask = (heads < HEADS + 2 * KV_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
+    is_query = heads < HEADS
+    is_value = heads >= HEADS + KV_HEADS
+    rows = qkv_ptr + ((token * (HEADS + 2 * KV_HEADS) + heads) * HEAD_DIM)[:, None]
+    value = tl.load(rows + dims[None, :], mask=mask, other=0.0)
+    x = value
+    # The partner of dimension i in its pair is i + HALF, or i - HALF.
+    partner_dims = tl.where(dims < HALF, dims + HALF, dims - HALF)
+    rotated = dims < 2 * HALF
+    partner_mask = mask & rotated[None, :]
+    partner = tl.load(rows + partner_dims[None, :], mask=partner_mask, other=0.0)
+    if HAS_NORM:
+        wide = x.to(tl.float32)
+        factor = tl.rsqrt(tl.sum(wide * wide, 1) / HEAD_DIM + eps)[:, None]
+        in_head = dims < HEAD_DIM
+        query_weight = tl.load(query_norm_ptr + dims, mask=in_head, other=0.0)[None, :]
+        key_weight = tl.load(key_norm_ptr + dims, mask=in_head, other=0.0)[None, :]
+        weight = tl.where(is_query[:, None], query_weight, key_weight)
+        in_pair = in_head & rotated
+        query_weight = tl.load(query_norm_ptr + partner_dims, mask=in_pair, other=0.0)[None, :]
+        key_weight = tl.load(key_norm_ptr + partner_dims, mask=in_pair, other=0.0)[None, :]
+        partner_weight = tl.where(is_query[:, None], query_weight, key_weight)
+        partner_wide = partner.to(tl.float32) * factor
+        if OFFSET != 0.0:
+            x = (wide * factor * (OFFSET + weight.to(tl.float32))).to(value.dtype)
+            partner = (partner_wide * (OFFSET + partner_weight.to(tl.float32))).to(value.dtype)
         else:
-            tl.store(key_cache_ptr + place + dims, x, mask=mask)
+            x = weight * (wide * factor).to(value.dtype)
+            partner = partner_weight * partner_wide.to(value.dtype)
+    if HALF > 0:
+        angle = tl.where(dims < HALF, dims, dims - HALF)
+        cos = tl.load(cos_ptr + token * HALF + angle, mask=rotated, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + token * HALF + angle, mask=rotated, other=0.0).to(tl.float32)
+        sin = tl.where(dims < HALF, -sin, sin)
+        turned = x.to(tl.float32) * cos[None, :] + partner.to(tl.float32) * sin[None, :]
+        x = tl.where(rotated[None, :], turned.to(value.dtype), x)
+    # Programs of one token touch disjoint heads, so writing in place is safe.
+    tl.store(rows + dims[None, :], x, mask=mask & is_query[:, None])
+    slot = tl.load(slot_ptr + token)
+    kv_heads = tl.where(is_value, heads - HEADS - KV_HEADS, heads - HEADS)
+    places = ((slot // PAGE * KV_HEADS + kv_heads) * PAGE + slot % PAGE) * HEAD_DIM
+    offsets = places[:, None] + dims[None, :]
+    is_key = (heads >= HEADS) & (heads < HEADS + KV_HEADS)
+    tl.store(key_cache_ptr + offsets, x, mask=mask & is_key[:, None])
+    tl.store(value_cache_ptr + offsets, value, mask=mask & is_value[:, None])
 
 
 def prepare_attention(
@@ -105,8 +107,9 @@ def prepare_attention(
     kv_heads, page = key_cache.shape[1], key_cache.shape[2]
     cos, sin = rotary if rotary is not None else (qkv, qkv)
     query_norm, key_norm = norms if norms is not None else (qkv, qkv)
+    head_block = 4 if tokens <= 64 else 16  # few tokens: more programs; many: wider ones
     if tokens:
-        _prepare_kernel[(tokens, all_heads)](
+        _prepare_kernel[(tokens, triton.cdiv(all_heads, head_block))](
             qkv,
             cos,
             sin,
@@ -124,6 +127,7 @@ def prepare_attention(
             DIM_PADDED=triton.next_power_of_2(head_dim),
             HALF=cos.shape[-1] if rotary is not None else 0,
             PAGE=page,
-            num_warps=1,
+            HEAD_BLOCK=head_block,
+            num_warps=4 if tokens > 64 else 1,
         )
     return qkv[:, :num_heads]

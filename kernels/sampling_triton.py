@@ -167,9 +167,7 @@ def _greatest_kernel(
 
 
 @triton.jit
-def _join_kernel(
-    value_ptr, token_ptr, output_ptr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr
-):
+def _join_kernel(value_ptr, token_ptr, output_ptr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr):
     index = tl.program_id(0)
     parts = tl.arange(0, PARTS_PADDED)
     mask = parts < PARTS

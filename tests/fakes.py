@@ -10,6 +10,7 @@ import torch
 
 from mii.attention.batch import RaggedBatch
 from mii.engine.engine_v2 import InferenceEngineV2
+from mii.engine.executor import HostExecutor
 from mii.engine.generator import Generator
 from mii.engine.prompts import ModelLimits, PromptProcessor
 from mii.engine.ragged import RaggedBatchWrapper
@@ -42,6 +43,7 @@ class FakeModel:
 
     vocab_size = VOCAB
     static_length = None
+    head_dim = 1
 
     def __init__(self, max_length: int = 4096) -> None:
         self.max_length = max_length
@@ -117,9 +119,8 @@ def fake_engine(
     model.allocate_cache(num_blocks, block_size)
     ragged = RaggedBatchWrapper(256, max_length, block_size, torch.device("cpu"))
     return InferenceEngineV2(
-        ModelRunner(model, ragged),
+        HostExecutor(ModelRunner(model, ragged), Sampler()),
         DSStateManager(num_blocks, block_size, 256, max_length, prefix_caching),
-        Sampler(),
         token_budget=token_budget,
         max_sequences=max_sequences,
     )

@@ -30,10 +30,14 @@ class RaggedBatch:
     block_tables: torch.Tensor  # int32 [S, blocks of the longest]; beyond a sequence's own: 0
     logits_rows: torch.Tensor | None  # int64 [L], tokens whose logits are wanted; None: all
 
-    # The same facts for the host, so that no kernel launch waits for the device.
+    # The same facts for the host, for backends that lay out a step there.
     num_decodes: int
     query_lengths: tuple[int, ...]  # [S]
     host_context_lengths: tuple[int, ...]  # [S]
+
+    # What GPU kernels read in place of the host's facts, so that a step can be a CUDA graph.
+    decode_lengths: torch.Tensor | None = None  # int32 [D], context of token i; 0: no decode
+    query_tiles: tuple[torch.Tensor, torch.Tensor] | None = None  # see kernels.attention_prefill
 
     @property
     def num_sequences(self) -> int:

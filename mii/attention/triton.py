@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from mii.attention.base import AttentionLayer, KVCacheShape, Rotary
@@ -21,7 +23,6 @@ class TritonAttention:
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
         self._batch: RaggedBatch | None = None
-        self._tiles: tuple[torch.Tensor, torch.Tensor] | None = None
         self._multiprocessors = 1
 
     def allocate(self, shape: KVCacheShape, dtype: torch.dtype, device: torch.device) -> None:
@@ -35,16 +36,20 @@ class TritonAttention:
             self._multiprocessors = properties.multi_processor_count
 
     def plan(self, batch: RaggedBatch) -> None:
+        if batch.decode_lengths is None and batch.query_tiles is None:
+            batch = self._with_device_facts(batch)
         self._batch = batch
-        self._tiles = None
-        if batch.num_sequences > batch.num_decodes:
-            lengths = list(batch.query_lengths[batch.num_decodes :])
-            rows = prefill_rows(self._keys[0].shape[-1])
-            tiles = torch.tensor(query_tiles(lengths, rows), dtype=torch.int32)
-            device = batch.token_ids.device
-            if device.type == "cuda":
-                tiles = tiles.pin_memory().to(device, non_blocking=True)
-            self._tiles = (tiles[0], tiles[1])
+
+    def _with_device_facts(self, batch: RaggedBatch) -> RaggedBatch:
+        """Add what the kernels read, for a batch that was laid out on the host."""
+        rows = prefill_rows(self._keys[0].shape[-1])
+        tiles = query_tiles(list(batch.query_lengths), rows, first=batch.num_decodes)
+        on_device = torch.tensor(tiles, dtype=torch.int32).to(batch.token_ids.device)
+        return replace(
+            batch,
+            decode_lengths=batch.context_lengths[: batch.num_decodes],
+            query_tiles=(on_device[0], on_device[1]),
+        )
 
     def attend(
         self, layer: AttentionLayer, qkv: torch.Tensor, rotary: Rotary | None
@@ -65,29 +70,29 @@ class TritonAttention:
             batch.kv_slots,
         )
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        decodes = batch.num_decodes
         options = {"scale": layer.scale, "window": layer.window, "softcap": layer.softcap}
-        if decodes:
+        if batch.decode_lengths is not None and len(batch.decode_lengths):
+            decodes = len(batch.decode_lengths)
             longest = batch.block_tables.shape[1] * keys.shape[2]
             attention_decode(
                 query[:decodes],
                 keys,
                 values,
                 batch.block_tables[:decodes],
-                batch.context_lengths[:decodes],
+                batch.decode_lengths,
                 output[:decodes],
                 parts=num_parts(decodes, keys.shape[1], longest, self._multiprocessors),
                 **options,
             )
-        if self._tiles is not None:
+        if batch.query_tiles is not None and len(batch.query_tiles[0]):
             attention_prefill(
                 query,
                 keys,
                 values,
-                batch.block_tables[decodes:],
-                batch.query_starts[decodes:],
-                batch.context_lengths[decodes:],
-                *self._tiles,
+                batch.block_tables,
+                batch.query_starts,
+                batch.context_lengths,
+                *batch.query_tiles,
                 output,
                 **options,
             )

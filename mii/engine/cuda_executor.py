@@ -8,17 +8,20 @@ the next step is already running.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from mii.attention.batch import RaggedBatch
 from mii.engine.executor import Pending, sample_on_host
+from mii.engine.mixed_step import MixedInputs, MixedSize, lay_out, mixed_sizes
 from mii.engine.plan import StepPlan, StepResult
 from mii.engine.runner import CausalModel
 from mii.engine.sampler import Sampler, SamplingState
+from mii.kernels.attention_prefill import prefill_rows
 from mii.kernels.sampling_triton import SlotSampling, draw_tokens_cuda
 from mii.models.progress import Progress
 
@@ -54,6 +57,14 @@ class _Slots:
         return _Slots(tables, lengths, last, prompts, SlotSampling(slots + 1, device))
 
 
+@dataclass(frozen=True)
+class _Step:
+    """Something to capture."""
+
+    run: Callable[[], None]
+    key: tuple[int, bool] | MixedSize
+
+
 class CUDAExecutor:
     """An Executor on one GPU.
 
@@ -62,7 +73,9 @@ class CUDAExecutor:
         max_slots: slots of the state manager.
         max_length: tokens of one sequence at most.
         num_blocks, block_size: of the cache.
+        token_budget: tokens of one step at most.
         max_sequences: sequences of one step at most.
+        device: the GPU.
     """
 
     depth = 1
@@ -75,6 +88,7 @@ class CUDAExecutor:
         max_length: int,
         num_blocks: int,
         block_size: int,
+        token_budget: int,
         max_sequences: int,
         device: torch.device,
     ) -> None:
@@ -87,7 +101,11 @@ class CUDAExecutor:
         self._num_blocks = np.zeros(max_slots, dtype=np.int64)
         self._sampler = Sampler(model.vocab_size)
         self._sizes = graph_sizes(max_sequences)
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, bool] | MixedSize, torch.cuda.CUDAGraph] = {}
+        self._tile_rows = prefill_rows(model.head_dim)
+        self._mixed_sizes = mixed_sizes(token_budget, max_sequences, self._tile_rows)
+        room = 4 * token_budget + 8 * max_sequences + 2 * self._mixed_sizes[-1].tiles
+        self._mixed_inputs = torch.zeros(room + max_sequences, dtype=torch.int64, device=device)
         self._active = torch.full((max_sequences,), max_slots, dtype=torch.int64, device=device)
         self._active_host: tuple[int, ...] = ()
         self._sampled = torch.zeros(max_sequences, dtype=torch.int64, device=device)
@@ -106,43 +124,94 @@ class CUDAExecutor:
     @torch.inference_mode()
     def launch(self, plan: StepPlan, states: Sequence[SamplingState]) -> Pending:
         self._take_in(plan, states)
-        on_host = any(state.needs_host for state in states)
-        if plan.num_decodes == len(plan.sequences) and not on_host:
+        if any(state.needs_host for state in states):
+            return self._launch_for_host(plan, states)
+        if plan.num_decodes == len(plan.sequences):
             return self._launch_decodes(plan, states)
-        logits = self._model.forward(self._ragged_batch(plan))
-        sampling = [s for s in plan.sequences if s.samples]
-        slots = self._to_device(np.array([s.slot for s in sampling], dtype=np.int64))
-        self._set_lengths(plan)
-        if on_host:
-            result = sample_on_host(plan, logits, states, self._sampler)
-            self._slots.last_tokens[slots] = self._to_device(np.array(result.token_ids, np.int64))
-            return lambda: result
-        positions = self._slots.lengths[slots] - self._slots.prompt_lengths[slots]
-        greedy = all(state.params.greedy for state in states)
-        tokens = draw_tokens_cuda(logits, slots, positions, self._slots.sampling, greedy=greedy)
-        self._slots.last_tokens[slots] = tokens
-        return self._pending(plan, tokens, states)
+        return self._launch_mixed(plan, states)
 
     @torch.inference_mode()
     def capture(self, progress: Progress, kinds: Sequence[bool] = (True, False)) -> None:
-        """Capture the decode graphs, the largest first: the smaller ones share its memory.
+        """Capture the graphs, the largest first: the smaller ones share its memory.
 
         Args:
             progress: told how far it is.
-            kinds: whether all draws are greedy; a graph for each.
+            kinds: of decode graphs: whether all draws are greedy.
         """
+        steps = [
+            *(_Step(partial(self._mixed, size), size) for size in self._mixed_sizes),
+            *(
+                _Step(partial(self._decode, size, greedy), (size, greedy))
+                for size in self._sizes
+                for greedy in kinds
+            ),
+        ]
         pool = None
-        for index, size in enumerate(reversed(self._sizes)):
-            progress("capturing CUDA graphs", index / len(self._sizes))
-            for greedy in kinds:
-                self._decode(size, greedy)  # compiles the kernels
-                torch.cuda.synchronize(self._device)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
-                    self._decode(size, greedy)
-                pool = pool or graph.pool()
-                self._graphs[size, greedy] = graph
+        for index, step in enumerate(reversed(steps)):
+            progress("capturing CUDA graphs", index / len(steps))
+            step.run()  # compiles the kernels
+            torch.cuda.synchronize(self._device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                step.run()
+            pool = pool or graph.pool()
+            self._graphs[step.key] = graph
         progress("capturing CUDA graphs", 1.0)
+
+    def _launch_mixed(self, plan: StepPlan, states: Sequence[SamplingState]) -> Pending:
+        size = next((s for s in self._mixed_sizes if s.fits(plan)), None)
+        if size is None:  # more prompts at once than graphs are made for
+            size = MixedSize(plan.num_tokens, len(plan.sequences), self._tile_rows)
+        array = torch.from_numpy(lay_out(plan, size, self._padding))
+        if self._device.type == "cuda":
+            array = array.pin_memory()
+        self._mixed_inputs[: size.total].copy_(array, non_blocking=True)
+        graph = self._graphs.get(size)
+        if graph is not None:
+            graph.replay()
+        else:
+            self._mixed(size)
+        return self._pending(plan, self._sampled[: len(states)], states)
+
+    def _mixed(self, size: MixedSize) -> None:
+        """A step described by the array of inputs; it reads and writes nothing on the host."""
+        state, block_size = self._slots, self._block_size
+        inputs = MixedInputs.views(self._mixed_inputs, size)
+        last = state.last_tokens[inputs.token_slots]
+        blocks = state.tables[inputs.token_slots, inputs.positions // block_size].long()
+        batch = RaggedBatch(
+            token_ids=torch.where(inputs.token_ids < 0, last, inputs.token_ids),
+            positions=inputs.positions,
+            rope_lengths=inputs.rope_lengths,
+            kv_slots=blocks * block_size + inputs.positions % block_size,
+            query_starts=inputs.query_starts.int(),
+            context_lengths=inputs.context_lengths.int(),
+            block_tables=state.tables[inputs.slots],
+            logits_rows=inputs.logits_rows,
+            num_decodes=0,
+            query_lengths=(),
+            host_context_lengths=(),
+            decode_lengths=inputs.decode_lengths.int(),
+            query_tiles=(inputs.tile_sequences.int(), inputs.tile_starts.int()),
+        )
+        logits = self._model.forward(batch)
+        state.lengths[inputs.slots] = inputs.context_lengths
+        drawn = inputs.logits_slots
+        in_answer = state.lengths[drawn] - state.prompt_lengths[drawn]
+        tokens = draw_tokens_cuda(logits, drawn, in_answer, state.sampling)
+        state.last_tokens[drawn] = tokens
+        self._sampled[: size.sequences] = tokens
+
+    def _launch_for_host(self, plan: StepPlan, states: Sequence[SamplingState]) -> Pending:
+        logits = self._model.forward(self._ragged_batch(plan))
+        pairs = [[s.slot for s in plan.sequences], [s.start + s.num_tokens for s in plan.sequences]]
+        slots, lengths = self._to_device(np.array(pairs, dtype=np.int64))
+        self._slots.lengths[slots] = lengths
+        result = sample_on_host(plan, logits, states, self._sampler)
+        drawn = [s.slot for s in plan.sequences if s.samples]
+        slots, tokens = self._to_device(np.array([drawn, result.token_ids], dtype=np.int64))
+        self._slots.last_tokens[slots] = tokens
+        return lambda: result
 
     def _launch_decodes(self, plan: StepPlan, states: Sequence[SamplingState]) -> Pending:
         count = len(plan.sequences)
@@ -175,12 +244,13 @@ class CUDAExecutor:
             block_tables=tables,
             logits_rows=None,
             num_decodes=size,
-            query_lengths=(1,) * size,
+            query_lengths=(),
             host_context_lengths=(),
+            decode_lengths=(positions + 1).int(),
         )
         logits = self._model.forward(batch)
         state.lengths[active] = positions + 1
-        state.lengths[-1] = 0
+        state.lengths[-1:].zero_()
         in_answer = positions + 1 - state.prompt_lengths[active]
         tokens = draw_tokens_cuda(logits, active, in_answer, state.sampling, greedy=greedy)
         state.last_tokens[active] = tokens
@@ -240,11 +310,6 @@ class CUDAExecutor:
         sampling.seed[slots] = integers[0]
         sampling.choice[slots] = integers[1].int()
         sampling.top_k[slots] = integers[2].int()
-
-    def _set_lengths(self, plan: StepPlan) -> None:
-        pairs = [[s.slot for s in plan.sequences], [s.start + s.num_tokens for s in plan.sequences]]
-        slots, lengths = self._to_device(np.array(pairs, dtype=np.int64))
-        self._slots.lengths[slots] = lengths
 
     def _ragged_batch(self, plan: StepPlan) -> RaggedBatch:
         """Lay out a step that has prompts in it; ids still on the device stay there."""

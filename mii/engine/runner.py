@@ -17,6 +17,7 @@ class CausalModel(Protocol):
 
     vocab_size: int
     max_length: int  # tokens of one sequence at most
+    head_dim: int
     static_length: int | None  # see DecoderSpec.static_length
 
     def cache_bytes_per_block(self, block_size: int) -> int:

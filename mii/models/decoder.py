@@ -54,6 +54,7 @@ class Decoder:
         self.spec = spec
         self.vocab_size = spec.vocab_size
         self.max_length = spec.max_length
+        self.head_dim = spec.head_dim
         self.static_length = spec.static_length
         self.dtype, self.device = embedding.dtype, embedding.device
         self._embedding = embedding

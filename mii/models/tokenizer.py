@@ -25,9 +25,20 @@ _MAX_COMPOSED = 4
 class TokenizerLike(Protocol):
     """What the engine asks of a tokenizer."""
 
-    vocab_size: int
-    eos_token_ids: frozenset[int]
-    has_chat_template: bool
+    @property
+    def vocab_size(self) -> int:
+        """Ids that have a token are below it."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Every id that ends an answer."""
+        ...
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `render_chat` can work."""
+        ...
 
     @property
     def byte_fallback(self) -> Mapping[int, int]:

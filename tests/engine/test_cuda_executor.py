@@ -1,4 +1,4 @@
-"""The GPU's way to compute steps gives the tokens of the plain one: on a CPU, in the interpreter."""
+"""The GPU's way to compute steps gives the tokens of the plain one (on a CPU, interpreted)."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ def engine_over(decoder: Decoder, blocks: int, on_gpu: bool) -> InferenceEngineV
             max_length=LENGTH,
             num_blocks=blocks,
             block_size=BLOCK,
+            token_budget=24,
             max_sequences=6,
             device=decoder.device,
         )

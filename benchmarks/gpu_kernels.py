@@ -1,0 +1,120 @@
+"""Times single kernels on a GPU over launch settings, each beside its floor.
+
+    python -m benchmarks.gpu_kernels [--only decode,prepare,gemv]
+
+Each time is that of one launch inside a CUDA graph of many, over buffers that do not fit in L2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import traceback
+from collections.abc import Callable
+
+import torch
+
+from mii.kernels.attention_decode import attention_decode
+from mii.kernels.rotary_triton import prepare_attention
+
+READ = 4.39e12  # bytes a second that this card reads
+HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 64
+
+
+def time_graph(launches: list[Callable[[], None]], repeats: int = 5) -> float:
+    """Return microseconds of one launch, the best of several replays."""
+    for launch in launches[:2]:
+        launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in launches:
+            launch()
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / len(launches))
+    return min(times)
+
+
+def decode() -> None:
+    """Attention of decodes."""
+    for batch, context, parts_tried in (
+        (256, 1024, (1, 2)),
+        (64, 1024, (1, 2, 4)),
+        (8, 1024, (4, 8, 16)),
+        (1, 512, (8, 16, 32)),
+        (512, 512, (1,)),
+    ):
+        bytes_read = batch * context * KV_HEADS * DIM * 2 * 2
+        layers = max(2, min(32, int(2e9 // bytes_read)))
+        blocks = batch * context // PAGE
+        caches = [
+            torch.randn(2, blocks, KV_HEADS, PAGE, DIM, device="cuda", dtype=torch.bfloat16)
+            for _ in range(layers)
+        ]
+        tables = torch.randperm(blocks, device="cuda").int().view(batch, -1)
+        contexts = torch.full((batch,), context - 3, dtype=torch.int32, device="cuda")
+        query = torch.randn(batch, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+        output = torch.empty_like(query)
+        floor = bytes_read / READ * 1e6
+        rows = []
+        for tile, warps, stages, parts in itertools.product(
+            (32, 64, 128), (2, 4, 8), (2, 3, 4), parts_tried
+        ):
+            if parts != parts_tried[0] and (tile, warps) not in ((64, 4), (64, 2), (128, 4)):
+                continue
+            options = {"tile": tile, "warps": warps, "stages": stages, "parts": parts}
+
+            def launch(cache: torch.Tensor, options: dict[str, int] = options) -> None:
+                attention_decode(
+                    query, cache[0], cache[1], tables, contexts, output, scale=0.088, **options
+                )
+
+            try:
+                rows.append((time_graph([lambda c=c: launch(c) for c in caches]), options))
+            except Exception as error:
+                print("  ", options, type(error).__name__, str(error)[:80])
+        rows.sort(key=lambda row: row[0])
+        print(f"decode attention, batch {batch}, context {context}: floor {floor:.1f} us")
+        for microseconds, options in rows[:6]:
+            print(f"  {microseconds:8.1f} us  {floor / microseconds:5.0%}  {options}", flush=True)
+
+
+def prepare() -> None:
+    """Rotation and cache write."""
+    for tokens in (1, 32, 256, 2048):
+        qkvs = [
+            torch.randn(tokens, HEADS + 2 * KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+            for _ in range(8)
+        ]
+        cache = torch.zeros(2, 64, KV_HEADS, PAGE, DIM, device="cuda", dtype=torch.bfloat16)
+        angles = torch.randn(tokens, DIM // 2, device="cuda", dtype=torch.bfloat16)
+        slots = torch.arange(tokens, device="cuda")
+
+        def launch(qkv: torch.Tensor) -> None:
+            prepare_attention(
+                qkv, HEADS, (angles, angles), None, 0.0, 0.0, cache[0], cache[1], slots
+            )
+
+        microseconds = time_graph([lambda q=q: launch(q) for q in qkvs])
+        floor = 2 * qkvs[0].numel() * 2 / READ * 1e6
+        print(f"prepare attention, {tokens} tokens: {microseconds:.1f} us, floor {floor:.1f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="decode,prepare")
+    for name in parser.parse_args().only.split(","):
+        try:
+            {"decode": decode, "prepare": prepare}[name]()
+        except Exception:
+            traceback.print_exc()
+
+
+if __name__ == "__main__":
+    main()
