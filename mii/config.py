@@ -56,6 +56,7 @@ class DeploymentConfig:
     rest_port_is_default: bool = False
     startup_timeout: float = 600.0  # seconds without progress until a start counts as failed
     cache_path: str = ""  # folder of models, registry and logs
+    devices: tuple[str, ...] = ()  # GPUs as CUDA_VISIBLE_DEVICES names them; replicas share them
 
     def to_json(self) -> str:
         """Encode for another process."""
@@ -65,4 +66,6 @@ class DeploymentConfig:
     def from_json(text: str) -> DeploymentConfig:
         """Decode what `to_json` gave."""
         values: dict[str, Any] = json.loads(text)
-        return DeploymentConfig(**{**values, "engine": EngineConfig(**values["engine"])})
+        values["engine"] = EngineConfig(**values["engine"])
+        values["devices"] = tuple(values["devices"])
+        return DeploymentConfig(**values)

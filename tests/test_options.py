@@ -36,7 +36,7 @@ def test_every_field_of_the_configuration_has_its_option() -> None:
         from_options - {"model_name_or_path", "tokenizer"}
         == {f.name for f in fields(EngineConfig)} - located
     )
-    derived = {"engine", "port_is_default", "rest_port_is_default", "cache_path"}
+    derived = {"engine", "port_is_default", "rest_port_is_default", "cache_path", "devices"}
     assert {option.name for option in OPTIONS if option.scope == "deployment"} == {
         f.name for f in fields(DeploymentConfig)
     } - derived

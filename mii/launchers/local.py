@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -21,7 +21,7 @@ from typing import BinaryIO
 import mii
 from mii.config import DeploymentConfig
 from mii.control import ControlChannel, Start
-from mii.parallel.memory import create_shared_memory
+from mii.parallel.memory import create_shared_memory, supported
 
 _TAIL_BYTES = 8192
 _TAIL_LINES = 20
@@ -74,7 +74,7 @@ class RankLinks:
     Descriptors are inherited by number. Close the links once all ranks have been started.
     """
 
-    shared_memory_fd: int | None  # None: one rank needs none
+    shared_memory_fd: int | None  # None: not needed, or not on this system
     rank0: tuple[socket.socket, ...]  # rank 0's ends, to rank 1, 2, ...
     others: tuple[socket.socket, ...]  # the ends of rank 1, 2, ...
 
@@ -85,7 +85,8 @@ class RankLinks:
             return RankLinks(None, (), ())
         pairs = [socket.socketpair() for _ in range(size - 1)]
         rank0, others = zip(*pairs, strict=True)
-        return RankLinks(create_shared_memory(size), rank0, others)
+        memory = create_shared_memory(size) if supported() else None
+        return RankLinks(memory, rank0, others)
 
     def give(self, start: Start) -> Start:
         """Return a worker's start with the descriptors of its rank."""
@@ -150,13 +151,30 @@ class LocalLauncher:
             start = replace(start, parent_pid=os.getpid())
         log = self.logs / f"{name.replace(' ', '-').replace('.', '-')}.log" if self.logs else None
         inherited = [fd for fd in (start.shared_memory_fd, *start.plan_fds) if fd is not None]
-        process, channel = spawn(module, log, inherited)
+        devices = devices_of(start.config, start.replica) if start.role == "worker" else ()
+        extra = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
+        process, channel = spawn(module, log, inherited, extra_environment=extra)
         channel.send(start)
         return Child(name, start, process, channel, log)
 
 
+def devices_of(config: DeploymentConfig, replica: int) -> tuple[str, ...]:
+    """Return the GPUs of one replica, one a rank; replicas take turns if there are too few."""
+    ranks = config.engine.tensor_parallel
+    groups = len(config.devices) // ranks
+    if groups == 0:
+        return ()
+    first = replica % groups * ranks
+    return config.devices[first : first + ranks]
+
+
 def spawn(
-    module: str, log: Path | None, inherited: Iterable[int] = (), *, new_session: bool = False
+    module: str,
+    log: Path | None,
+    inherited: Iterable[int] = (),
+    *,
+    new_session: bool = False,
+    extra_environment: Mapping[str, str] | None = None,
 ) -> tuple[subprocess.Popen[bytes], ControlChannel]:
     """Start `python -P -m module --control-fd N`.
 
@@ -165,6 +183,7 @@ def spawn(
         log: a new file for the output; None: the output goes where ours goes.
         inherited: descriptors that the process gets under their own numbers.
         new_session: give it a session of its own, away from this terminal's Ctrl-C.
+        extra_environment: variables besides those that this process has.
 
     Returns:
         The process, and our end of its control channel.
@@ -181,7 +200,7 @@ def spawn(
             stdout=output,
             stderr=subprocess.STDOUT if output else None,
             pass_fds=[theirs.fileno(), *inherited],
-            env={**os.environ, "PYTHONPATH": _python_path()},
+            env={**os.environ, "PYTHONPATH": _python_path(), **(extra_environment or {})},
             start_new_session=new_session,
         )
         closed_on_error.pop_all()
