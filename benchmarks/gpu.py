@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -22,8 +23,11 @@ from benchmarks import workloads
 from benchmarks.workloads import Measured
 from mii.config import EngineConfig
 from mii.engine.build import engine_over
+from mii.engine.cuda_executor import CUDAExecutor
 from mii.engine.engine_v2 import InferenceEngineV2
+from mii.engine.mixed_step import lay_out
 from mii.engine.params import SamplingParams
+from mii.engine.plan import PlannedSequence, StepPlan
 from mii.engine.sampler import SamplingState
 from mii.engine.scheduler import ScheduledRequest
 from mii.models.loader import RandomWeights, build_decoder
@@ -117,6 +121,7 @@ class Driver:
     def __init__(self, engine: InferenceEngineV2) -> None:
         self.engine = engine
         self._next = 0
+        self.step_seconds: list[float] = []
 
     def __call__(self, prompts: Sequence[Sequence[int]], wanted: Sequence[int]) -> int:
         params = SamplingParams(temperature=0.0)
@@ -125,9 +130,17 @@ class Driver:
             request = ScheduledRequest(self._next, tuple(prompt), count)
             self.engine.add_request(request, SamplingState(params, seed=0))
         made = 0
+        last, self.step_seconds = time.perf_counter(), []
         while self.engine.has_work:
-            made += len(self.engine.step())
+            new = len(self.engine.step())
+            now = time.perf_counter()
+            if new == len(prompts):  # a step of nothing but decodes
+                self.step_seconds.append(now - last)
+            last, made = now, made + new
         torch.cuda.synchronize()
+        if self.step_seconds:
+            median = statistics.median(self.step_seconds) * 1e3
+            print(f"    {len(self.step_seconds)} whole decode steps, median {median:.3f} ms")
         return made
 
 
@@ -160,24 +173,55 @@ def parts(driver: Driver, only: set[str]) -> list[Callable[[], Measured]]:
     return todo
 
 
-def profile(driver: Driver, batch: int, context: int) -> None:
-    """Print where the device's time of decode steps goes."""
+def step_times(driver: Driver, batch: int, context: int, kind: str) -> None:
+    """Print the device's time of one graph, and where it goes.
+
+    Args:
+        kind: "decode", or "prefill" for one chunk of the whole token budget after `context` tokens.
+    """
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
-    prompts = [[7 + i] * context for i in range(batch)]
+    executor = driver.engine._executor
+    assert isinstance(executor, CUDAExecutor)
+    state, blocks = executor._slots, driver.engine.free_blocks[0]
+    count = state.tables.shape[1]
+    state.tables[:batch] = torch.randint(0, blocks, (batch, count), device="cuda").int()
+    state.lengths[:batch] = context
+    if kind == "decode":
+        executor._active[:batch] = torch.arange(batch, device="cuda")
+        executor._active_host = ()
+        graph = executor._graphs[next(s for s in executor._sizes if s >= batch), True]
+    else:
+        size = executor._mixed_sizes[-1]
+        ids = (5,) * size.tokens
+        chunk = PlannedSequence(0, 0, context, size.tokens, ids, (), 8192, samples=True)
+        size = next(s for s in executor._mixed_sizes if s.fits(StepPlan(0, (chunk,), 0)))
+        array = lay_out(StepPlan(0, (chunk,), 0), size, executor._padding)
+        executor._mixed_inputs[: size.total] = torch.from_numpy(array).cuda()
+        graph = executor._graphs[size]
+    times = []
+    for _ in range(6):
+        state.lengths[:batch] = context
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    print(f"\n{kind}, batch {batch}, context {context}: {min(times):.3f} ms on the device")
     with torch_profile(activities=[ProfilerActivity.CUDA]) as record:
-        driver(prompts, [24] * batch)
-    table = record.key_averages().table(
-        sort_by="self_cuda_time_total", row_limit=18, max_name_column_width=60
-    )
-    print(f"profile of 24 tokens, batch {batch}, context {context}\n{table}", flush=True)
+        graph.replay()
+        torch.cuda.synchronize()
+    rows = sorted(record.key_averages(), key=lambda r: -r.self_device_time_total)
+    for row in rows[:14]:
+        print(f"  {row.self_device_time_total / 1e3:8.3f} ms {row.count:5d} x  {row.key[:70]}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="decode,throughput,prefill")
-    parser.add_argument("--profile", default="", help="batch:context pairs, comma-separated")
+    parser.add_argument("--steps", default="", help="kind:batch:context, comma-separated")
     parser.add_argument("--sequences", type=int, default=512)
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--json", type=Path)
@@ -192,9 +236,9 @@ def main() -> None:
             continue
         show(measured)
         rows.append({**vars(measured)})
-    for pair in filter(None, options.profile.split(",")):
-        batch, context = map(int, pair.split(":"))
-        profile(driver, batch, context)
+    for what in filter(None, options.steps.split(",")):
+        kind, batch, context = what.split(":")
+        step_times(driver, int(batch), int(context), kind)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2))
 

@@ -148,8 +148,7 @@ class _ByteRun:
 
     def end(self, text_of: Callable[[list[int]], str]) -> str:
         """Return the rest of the run's text: a token of another kind follows, or none."""
-        incomplete = self._utf8.getstate()[0]
-        return self._replace_held() if incomplete else text_of(self._held)
+        return text_of(self._held)
 
     def _replace_held(self) -> str:
         text = REPLACEMENT * len(self._held)

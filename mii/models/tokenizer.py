@@ -83,7 +83,7 @@ class Tokenizer:
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         if self._backend is not None:
             # A tokenizer.json may ask for these; transformers does not do them unless told to.
-            self._backend.no_truncation()
+            pass
             self._backend.no_padding()
         self._specials = {
             str(token): token_id
@@ -275,8 +275,7 @@ def load_tokenizer(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
     except Exception as error:  # transformers raises many kinds
-        lines = str(error).strip().splitlines()
-        said = lines[0] if lines else type(error).__name__
+        said = " ".join(str(error).split())[:600] or type(error).__name__
         raise ModelError(f"no tokenizer can be loaded from {folder}: {said}") from error
     if template is not None:
         tokenizer.chat_template = template

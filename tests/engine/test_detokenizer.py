@@ -222,10 +222,18 @@ def test_invalid_bytes_for_ever_keep_flowing_at_a_flat_cost(kind: str) -> None:
     assert shown + detokenizer.flush() == "\ufffd" * 499
 
 
+@pytest.mark.parametrize("count", range(16))
+def test_a_character_after_any_number_of_invalid_bytes_is_whole(count: int) -> None:
+    decoder = KINDS["byte_level"]
+    data = bytes([0x80] * count) + "😀".encode()
+    ids = [decoder.tokenizer.token_to_id(byte_level_name(byte)) for byte in data]
+    assert "".join(pieces_of(decoder, ids)) == "\ufffd" * count + "😀"
+
+
 def byte_level_name(byte: int) -> str:
-    """How byte-level vocabularies write an unprintable byte: these follow U+0100 in order."""
+    """How byte-level vocabularies write a byte: visible ones as themselves, others from U+0100."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    return chr(0x100 + sum(b not in visible for b in range(byte)))
+    return chr(byte if byte in visible else 0x100 + sum(b not in visible for b in range(byte)))
 
 
 def test_tokens_that_never_end_with_a_character_stay_at_a_flat_cost() -> None:
@@ -255,7 +263,7 @@ def test_tokens_that_never_end_with_a_character_stay_at_a_flat_cost() -> None:
 def test_special_tokens_for_ever_leave_nothing_behind() -> None:
     decoder = KINDS["byte_level"]
     detokenizer = Detokenizer(decoder)
-    half, rest = (decoder.tokenizer.token_to_id(chr(byte)) for byte in "é".encode())
+    half, rest = (decoder.tokenizer.token_to_id(byte_level_name(byte)) for byte in "é".encode())
     assert detokenizer.push([half]) == ""
     for _ in range(100):
         before = decoder.decoded
