@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +61,7 @@ class InferenceEngineV2:
         self._sampling: dict[int, SamplingState] = {}
         self._host_sampled = 0  # requests whose tokens only the host can draw
         self._launched: deque[_Launched] = deque()
+        self._on_destroy: Callable[[], None] = lambda: None
         self._steps = 0
         self._prompt_tokens = 0
         self._generated_tokens = 0
@@ -245,9 +246,15 @@ class InferenceEngineV2:
         """Return this rank's model."""
         return self._executor.model()
 
+    def on_destroy(self, action: Callable[[], None]) -> None:
+        """Have `destroy` do this, too, after all else."""
+        self._on_destroy = action
+
     def destroy(self) -> None:
         """Let the other ranks end. The engine cannot be used afterwards."""
         self._executor.close()
+        action, self._on_destroy = self._on_destroy, lambda: None
+        action()
 
     def _put_one(self, uid: int, ids: list[int]) -> PlannedSequence:
         sequence = self._state.get_or_create_sequence(uid)
