@@ -52,6 +52,73 @@ def attention_prefill_reference(
 
 
 @triton.jit
+def _attend_tile(
+    query,
+    greatest,
+    total,
+    result,
+    start,
+    end,
+    position,
+    key_ptr,
+    value_ptr,
+    table,
+    kv_head,
+    scale_log2e,
+    softcap,
+    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Take the keys [start, start + TILE) in; without a mask, every query token sees them all."""
+    dims = tl.arange(0, DIM_PADDED)
+    key_position = start + tl.arange(0, TILE)
+    in_keys = key_position < end
+    if PAGE >= TILE:
+        page = tl.load(table + start // PAGE).to(tl.int64)
+        row = (page * KV_HEADS + kv_head) * PAGE + start % PAGE + tl.arange(0, TILE)
+    else:
+        page = tl.load(table + key_position // PAGE, mask=in_keys, other=0).to(tl.int64)
+        row = (page * KV_HEADS + kv_head) * PAGE + key_position % PAGE
+    offsets = row[:, None] * HEAD_DIM + dims[None, :]
+    mask = dims[None, :] < HEAD_DIM
+    if MASKED:
+        mask = mask & in_keys[:, None]
+    if MASKED or HEAD_DIM < DIM_PADDED:
+        key = tl.load(key_ptr + offsets, mask=mask, other=0.0)
+        value = tl.load(value_ptr + offsets, mask=mask, other=0.0)
+    else:
+        key = tl.load(key_ptr + offsets)
+        value = tl.load(value_ptr + offsets)
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2e
+    if HAS_SOFTCAP:
+        # The scores carry log2(e): take it off, cap, put it on again.
+        capped = scores * (0.6931471805599453 / softcap)
+        capped = 2.0 / (1.0 + tl.exp2(-2.885390081777927 * capped)) - 1.0
+        scores = capped * (softcap * 1.4426950408889634)
+    if MASKED:
+        seen = key_position[None, :] <= position[:, None]
+        if WINDOW > 0:
+            seen = seen & (key_position[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+    new_greatest = tl.maximum(greatest, tl.max(scores, 1))
+    safe = new_greatest
+    if MASKED:
+        safe = tl.where(new_greatest == float("-inf"), 0.0, new_greatest)
+    weights = tl.exp2(scores - safe[:, None])
+    shrink = tl.exp2(greatest - safe)
+    total = total * shrink + tl.sum(weights, 1)
+    result = result * shrink[:, None]
+    result = tl.dot(weights.to(value.dtype), value, result, input_precision="ieee")
+    return new_greatest, total, result
+
+
+@triton.jit
 def _prefill_kernel(
     query_ptr,
     key_ptr,
@@ -91,7 +158,6 @@ def _prefill_kernel(
 
     rows = tile_start + tl.arange(0, ROWS)
     dims = tl.arange(0, DIM_PADDED)
-    columns = tl.arange(0, TILE)
     in_head = dims < HEAD_DIM
     is_row = rows < count
     token = (query_start + rows).to(tl.int64)
@@ -109,37 +175,23 @@ def _prefill_kernel(
     if WINDOW > 0:
         begin = tl.maximum(computed + tile_start - WINDOW + 1, 0) // TILE * TILE
     end = tl.minimum(computed + tile_start + ROWS, length)
+    # Keys before the tile's first query token are seen by all of its tokens, but for a window.
+    whole = begin
+    if WINDOW == 0:
+        whole = (computed + tile_start) // TILE * TILE
     table = table_ptr + sequence.to(tl.int64) * table_stride
-    for start in range(begin, end, TILE):
-        key_position = start + columns
-        in_keys = key_position < end
-        if PAGE >= TILE:
-            page = tl.load(table + start // PAGE).to(tl.int64)
-            row = (page * KV_HEADS + kv_head) * PAGE + start % PAGE + columns
-        else:
-            page = tl.load(table + key_position // PAGE, mask=in_keys, other=0).to(tl.int64)
-            row = (page * KV_HEADS + kv_head) * PAGE + key_position % PAGE
-        offsets = row[:, None] * HEAD_DIM + dims[None, :]
-        mask = in_keys[:, None] & in_head[None, :]
-        key = tl.load(key_ptr + offsets, mask=mask, other=0.0)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2e
-        if HAS_SOFTCAP:
-            capped = scores * (0.6931471805599453 / softcap)
-            capped = 2.0 / (1.0 + tl.exp2(-2.885390081777927 * capped)) - 1.0
-            scores = capped * (softcap * 1.4426950408889634)
-        seen = key_position[None, :] <= position[:, None]
-        if WINDOW > 0:
-            seen = seen & (key_position[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(seen, scores, float("-inf"))
-        new_greatest = tl.maximum(greatest, tl.max(scores, 1))
-        safe = tl.where(new_greatest == float("-inf"), 0.0, new_greatest)
-        weights = tl.exp2(scores - safe[:, None])
-        shrink = tl.exp2(greatest - safe)
-        total = total * shrink + tl.sum(weights, 1)
-        value = tl.load(value_ptr + offsets, mask=mask, other=0.0)
-        result = result * shrink[:, None]
-        result = tl.dot(weights.to(value.dtype), value, result, input_precision="ieee")
-        greatest = new_greatest
+    for start in range(begin, whole, TILE):
+        greatest, total, result = _attend_tile(
+            query, greatest, total, result, start, end, position, key_ptr, value_ptr, table,
+            kv_head, scale_log2e, softcap, False, WINDOW, HAS_SOFTCAP, KV_HEADS, HEAD_DIM,
+            DIM_PADDED, PAGE, TILE,
+        )  # fmt: skip
+    for start in range(whole, end, TILE):
+        greatest, total, result = _attend_tile(
+            query, greatest, total, result, start, end, position, key_ptr, value_ptr, table,
+            kv_head, scale_log2e, softcap, True, WINDOW, HAS_SOFTCAP, KV_HEADS, HEAD_DIM,
+            DIM_PADDED, PAGE, TILE,
+        )  # fmt: skip
 
     out = result / tl.where(total > 0.0, total, 1.0)[:, None]
     tl.store(

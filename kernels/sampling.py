@@ -58,15 +58,17 @@ class Draw:
     position: int  # tokens of the answer before this one
 
 
-def philox4x32(counter: Sequence[Words], key: Sequence[Words]) -> tuple[Words, Words, Words, Words]:
+def philox4x32(
+    counter: Sequence[Words | np.uint64], key: Sequence[Words | np.uint64]
+) -> tuple[Words, Words, Words, Words]:
     """Philox4x32-10.
 
     Args:
-        counter: four arrays of one shape, 32-bit words in uint64.
-        key: two arrays of that shape or scalars, the same.
+        counter: four 32-bit words in uint64, each an array of one shape or a scalar.
+        key: two, the same.
 
     Returns:
-        The four output words, in the same form.
+        The four output words, arrays.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -108,13 +110,9 @@ def all_noise_bits(vocab_size: int, seed: int, choice: int, position: int) -> ND
 def _philox_blocks(
     blocks: Words, seed: int | Words, choice: int | Words, position: int | Words
 ) -> tuple[Words, Words, Words, Words]:
-    seeds = np.asarray(seed, dtype=np.uint64)
-    counter = (
-        blocks,
-        np.broadcast_to(np.asarray(position, dtype=np.uint64), blocks.shape),
-        np.broadcast_to(np.asarray(choice, dtype=np.uint64), blocks.shape),
-        np.zeros_like(blocks),
-    )
+    seeds, choices, positions = np.uint64(seed), np.uint64(choice), np.uint64(position)
+    # What is one for all stays a scalar: it is an array only from the third round on.
+    counter = (blocks, positions, choices, np.uint64(0))
     return philox4x32(counter, (seeds & _LOW, seeds >> _HALF))
 
 
