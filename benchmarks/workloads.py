@@ -1,4 +1,4 @@
-"""The workloads that every engine is measured with: greedy, end of sequence ignored, ids in and out.
+"""The workloads that every engine is measured with: greedy, end of sequence ignored, ids only.
 
 An engine is a function of prompts and of how many tokens each wants; it returns the tokens it made.
 """

@@ -21,7 +21,7 @@ def _dot_rows(x, w, acc):
     return tl.dot(x, tl.trans(w), acc, input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _skinny_kernel(
     x_ptr,
     weight_ptr,

@@ -40,6 +40,11 @@ class RunningDeployment:
         """Where clients on this machine reach the router, as host:port."""
         return address_of(self.config.host, self.port)
 
+    @property
+    def rest_address(self) -> str | None:
+        """Where clients on this machine reach the gateway; None without one."""
+        return address_of(self.config.rest_host, self.rest_port) if self.rest_port else None
+
 
 @dataclass(frozen=True)
 class AttachedDeployment(RunningDeployment):

@@ -83,7 +83,7 @@ class Tokenizer:
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         if self._backend is not None:
             # A tokenizer.json may ask for these; transformers does not do them unless told to.
-            pass
+            self._backend.no_truncation()
             self._backend.no_padding()
         self._specials = {
             str(token): token_id
