@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -213,15 +215,60 @@ def step_times(driver: Driver, batch: int, context: int, kind: str) -> None:
     with torch_profile(activities=[ProfilerActivity.CUDA]) as record:
         graph.replay()
         torch.cuda.synchronize()
+    _show_kernels(record, 14)
+
+
+def _show_kernels(record: Any, count: int) -> None:
     rows = sorted(record.key_averages(), key=lambda r: -r.self_device_time_total)
-    for row in rows[:14]:
+    for row in rows[:count]:
         print(f"  {row.self_device_time_total / 1e3:8.3f} ms {row.count:5d} x  {row.key[:70]}")
+
+
+def host_time(driver: Driver) -> None:
+    """Print where the host's time goes while many requests run, and how often the GPU waits."""
+    import cProfile
+    import pstats
+
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as torch_profile
+
+    rng = random.Random(9)
+    params = SamplingParams(temperature=0.0)
+
+    def add(count: int) -> None:
+        for _ in range(count):
+            driver._next += 1
+            prompt = tuple(rng.randrange(100, 90000) for _ in range(512))
+            request = ScheduledRequest(driver._next, prompt, 256)
+            driver.engine.add_request(request, SamplingState(params, seed=0))
+
+    add(700)
+    for _ in range(60):
+        driver.engine.step()
+    with torch_profile(activities=[ProfilerActivity.CUDA]) as record:
+        began = time.perf_counter()
+        for _ in range(20):
+            driver.engine.step()
+        torch.cuda.synchronize()
+        wall = time.perf_counter() - began
+    busy = sum(row.self_device_time_total for row in record.key_averages()) / 1e6
+    print(f"\n20 mixed steps: {wall * 50:.1f} ms each, the GPU busy {busy / wall:.1%}")
+    _show_kernels(record, 12)
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(40):
+        driver.engine.step()
+    profiler.disable()
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(22)
+    while driver.engine.has_work:
+        driver.engine.step()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="decode,throughput,prefill")
     parser.add_argument("--steps", default="", help="kind:batch:context, comma-separated")
+    parser.add_argument("--host", action="store_true", help="say where the host's time goes")
     parser.add_argument("--sequences", type=int, default=512)
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--json", type=Path)
@@ -239,6 +286,8 @@ def main() -> None:
     for what in filter(None, options.steps.split(",")):
         kind, batch, context = what.split(":")
         step_times(driver, int(batch), int(context), kind)
+    if options.host:
+        host_time(driver)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2))
 

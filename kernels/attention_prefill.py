@@ -244,7 +244,7 @@ def attention_prefill(
     softcap: float | None = None,
     rows: int | None = None,
     tile: int = 64,
-    warps: int = 8,
+    warps: int = 4,
     stages: int = 3,
 ) -> None:
     """Compute `attention_prefill_reference` into `output`.
