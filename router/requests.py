@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
-from typing import Any
 
 from mii.engine.params import check_params
 from mii.errors import InvalidArgument, ModelNotFound, shorten
-from mii.proto.inference_pb2 import Defaults, GenerateRequest, Prompt, SamplingParams
+from mii.messages import defaults_of, sampling_values
+from mii.proto.inference_pb2 import GenerateRequest, Prompt
 from mii.router.limits import MAX_NAME, MAX_SEQUENCES
 
 
@@ -39,8 +38,7 @@ def check_request(request: GenerateRequest, served: str) -> None:
     """
     check_model(request.model, served)
     check_request_id(request.request_id)
-    if request.defaults not in Defaults.values():
-        raise InvalidArgument.of("defaults", request.defaults, "0 (MII) or 1 (MODEL)")
+    defaults_of(request.defaults)
     params = check_params(sampling_values(request.sampling), "SamplingParams")
     answers = params.get("n", 1)
     if not 1 <= len(request.prompts) * answers <= MAX_SEQUENCES:
@@ -62,27 +60,6 @@ def check_request_id(request_id: str) -> None:
     if len(request_id) > MAX_NAME or not request_id.isascii() or not request_id.isprintable():
         allowed = f"up to {MAX_NAME} printable ASCII characters"
         raise InvalidArgument.of("request_id", request_id, allowed)
-
-
-def sampling_values(sampling: SamplingParams) -> dict[str, object]:
-    """Return the parameters that a message carries, as `check_params` takes them."""
-    values: dict[str, object] = {}
-    for field, value in sampling.ListFields():
-        if field.name == "logit_bias":
-            values[field.name] = dict(value)
-        elif field.name in ("stop", "stop_token_ids"):
-            values[field.name] = list(value)
-        else:
-            values[field.name] = value
-    return values
-
-
-def sampling_message(checked: Mapping[str, Any]) -> SamplingParams:
-    """Return the message for parameters that `check_params` has returned."""
-    values = dict(checked)
-    if "logit_bias" in values:
-        values["logit_bias"] = dict(values["logit_bias"])
-    return SamplingParams(**values)
 
 
 def split(request: GenerateRequest, request_id: str) -> list[GenerateRequest]:

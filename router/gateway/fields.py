@@ -8,13 +8,13 @@ from typing import Any, Final
 
 from mii.engine.params import ALIASES, PARAMETER_NAMES, check_params
 from mii.errors import InvalidArgument
+from mii.messages import sampling_message
 from mii.proto.inference_pb2 import (
     DEFAULTS_MODEL,
     GenerateRequest,
     Prompt,
     SamplingParams,
 )
-from mii.router.requests import sampling_message
 
 _SAMPLING: Final = {*PARAMETER_NAMES, *ALIASES} - {"logprobs", "return_full_text", "max_length"}
 _READ: Final = _SAMPLING | {"model", "stream", "stream_options"}

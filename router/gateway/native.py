@@ -9,13 +9,13 @@ from aiohttp import web
 
 from mii.engine.params import check_params
 from mii.errors import DeploymentNotFoundError, InvalidArgument, shorten
+from mii.messages import sampling_message
 from mii.proto.inference_pb2 import DEFAULTS_MII, GenerateRequest, SequenceDelta
 from mii.router.gateway.body import json_response, read_object
 from mii.router.gateway.completions import prompts_of
 from mii.router.gateway.events import EventStream, event_stream
 from mii.router.gateway.fields import flag, text
 from mii.router.relay import Generation, Relay
-from mii.router.requests import sampling_message
 
 
 class NativeRoutes:
