@@ -105,10 +105,9 @@ class Tokenizer:
     @cached_property
     def byte_fallback(self) -> Mapping[int, int]:
         """The byte values of tokens like <0xE4>, by id; empty if the decoder has no fallback."""
-        names = [f"<0x{byte:02X}>" for byte in range(256)]
-        unknown = self._tokenizer.unk_token_id
-        ids = self._tokenizer.convert_tokens_to_ids(names)
-        found = {i: byte for byte, i in enumerate(ids) if i is not None and i != unknown}
+        vocabulary = self._tokenizer.get_vocab()
+        names = {f"<0x{byte:02X}>": byte for byte in range(256)}
+        found = {vocabulary[name]: byte for name, byte in names.items() if name in vocabulary}
         high = next((token for token, byte in found.items() if byte >= 0x80), None)
         # Where such tokens exist but the decoder does not know them, they are text like any other.
         return found if high is not None and self.decode([high]) == _REPLACEMENT else {}
