@@ -60,7 +60,7 @@ class Draw:
 
 def philox4x32(
     counter: Sequence[Words | np.uint64], key: Sequence[Words | np.uint64]
-) -> tuple[Words, Words, Words, Words]:
+) -> list[Words]:
     """Philox4x32-10.
 
     Args:
@@ -77,7 +77,7 @@ def philox4x32(
         c0, c1 = (p1 >> _HALF) ^ c1 ^ k0, p1 & _LOW
         c2, c3 = (p0 >> _HALF) ^ c3 ^ k1, p0 & _LOW
         k0, k1 = (k0 + _KEY_STEPS[0]) & _LOW, (k1 + _KEY_STEPS[1]) & _LOW
-    return c0, c1, c2, c3
+    return [np.asarray(word) for word in (c0, c1, c2, c3)]
 
 
 def noise_bits(
@@ -109,7 +109,7 @@ def all_noise_bits(vocab_size: int, seed: int, choice: int, position: int) -> ND
 
 def _philox_blocks(
     blocks: Words, seed: int | Words, choice: int | Words, position: int | Words
-) -> tuple[Words, Words, Words, Words]:
+) -> list[Words]:
     seeds, choices, positions = np.uint64(seed), np.uint64(choice), np.uint64(position)
     # What is one for all stays a scalar: it is an array only from the third round on.
     counter = (blocks, positions, choices, np.uint64(0))
