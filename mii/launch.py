@@ -141,13 +141,26 @@ def stop_deployment(record: DeploymentRecord) -> None:
     Raises:
         DeploymentError: if a process of it does not end.
     """
-    members = [record.supervisor, *(ProcessIdentity.of(p.pid) for p in record.processes)]
+    members = _members(record)
     _signal(record.supervisor, signal.SIGTERM)
-    if not _gone(members):
+    if not _gone(members) and record.supervisor.alive:
         # The supervisor leads a process group, in which all its children are.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if record.supervisor.alive:
-                os.killpg(record.supervisor.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(record.supervisor.pid, signal.SIGKILL)
+    _check_gone(record, members)
+
+
+def waiter_for_end(record: DeploymentRecord) -> Callable[[], None]:
+    """Return a function that waits until all of a deployment is gone, once it was told to end."""
+    members = _members(record)
+    return lambda: _check_gone(record, members)
+
+
+def _members(record: DeploymentRecord) -> list[ProcessIdentity]:
+    return [record.supervisor, *(ProcessIdentity.of(process.pid) for process in record.processes)]
+
+
+def _check_gone(record: DeploymentRecord, members: list[ProcessIdentity]) -> None:
     if not _gone(members):
         left = ", ".join(str(member.pid) for member in members if member.alive)
         raise DeploymentError(f"processes of deployment {record.name!r} do not end: {left}")

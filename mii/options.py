@@ -17,7 +17,7 @@ from typing import Any
 from mii.config import DeploymentConfig, EngineConfig
 from mii.engine.params import ALIASES as PARAMETER_ALIASES
 from mii.engine.params import PARAMETER_NAMES
-from mii.errors import InvalidArgument, UnknownArgument, shorten
+from mii.errors import DeploymentError, InvalidArgument, UnknownArgument, shorten
 from mii.option_checks import Choice
 from mii.option_table import OPTION_NAMES, OPTIONS
 
@@ -177,7 +177,18 @@ def deployment_config(
     where: str = "serve()",
     environment: Mapping[str, str] = os.environ,
 ) -> DeploymentConfig:
-    """Return the deployment that a user's options describe; see `engine_config`."""
+    """Return the deployment that a user's options describe; see `engine_config`.
+
+    Raises:
+        InvalidArgument: for anything that is not allowed.
+        DeploymentError: in any but the first process of a distributed launcher.
+    """
+    rank = environment.get("RANK", "0")
+    if rank != "0":
+        raise DeploymentError(
+            f"RANK is {shorten(rank)}: this looks like a distributed launcher's process; start the "
+            "script once, with plain python, and mii starts the ranks itself"
+        )
     checked = check_options(values, where)
     engine = _engine_of(checked, where, environment)
     own = {

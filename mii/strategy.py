@@ -29,6 +29,7 @@ _BY_DEVICE = {
 _PROCESS_BYTES = 500 << 20  # a worker before it has a model: Python, torch, transformers
 _WEIGHTS_FACTOR = 1.2  # copies while weights are packed
 _USABLE = 0.9  # of the available memory
+_ENOUGH_TOKENS = 32768  # that a CPU computes in minutes: more cache would hardly be of use
 _LEAST_TOKENS = 2048  # that a KV cache must hold, unless the context is shorter
 
 
@@ -347,10 +348,11 @@ class _Planner:
                 "kv_cache_bytes to start regardless"
             )
         one_context = -(-wanted // engine.block_size)
-        useful = engine.max_ragged_sequence_count * one_context
+        most = max(one_context, -(-_ENOUGH_TOKENS // engine.block_size))
+        useful = min(most, engine.max_ragged_sequence_count * one_context)
         quarter, half = (room // part // block_bytes for part in (4, 2))
         if useful <= quarter:
-            return useful, "holds every sequence of a step at its full length"
+            return useful, "as many tokens as a CPU computes in minutes, or one full context"
         if one_context > quarter and one_context <= half:
             return one_context, "holds one sequence of full length"
         return max(least, quarter), "a quarter of the memory that the weights leave"

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mii.config import DeploymentConfig, EngineConfig
-from mii.errors import InvalidArgument, MIIError, UnknownArgument
+from mii.errors import DeploymentError, InvalidArgument, MIIError, UnknownArgument
 from mii.option_table import OPTION_NAMES, OPTIONS
 from mii.options import check_options, deployment_config, engine_config, model_name_of
 
@@ -258,6 +258,13 @@ def test_world_size_is_the_default_of_tensor_parallel() -> None:
     assert config.tensor_parallel == 3
     with pytest.raises(InvalidArgument, match="WORLD_SIZE = 'two'"):
         engine_config({"model": "m"}, environment={"WORLD_SIZE": "two"})
+
+
+def test_other_ranks_of_a_launcher_are_told_to_leave_it_to_us() -> None:
+    environment = {"RANK": "1", "WORLD_SIZE": "2"}
+    with pytest.raises(DeploymentError, match="plain python"):
+        deployment_config({"model": "m"}, environment=environment)
+    deployment_config({"model": "m"}, environment={**environment, "RANK": "0"})
 
 
 def test_http_listens_where_grpc_does_unless_told_otherwise() -> None:

@@ -121,7 +121,7 @@ def test_what_was_asked_for_stays() -> None:
 
 def test_blocks_take_a_share_of_the_memory_whatever_the_number_of_replicas() -> None:
     sizes = []
-    for replicas in (1, 2, 4):
+    for replicas in (4, 6, 8):
         chosen = plan(replicas=replicas).engine
         assert chosen.num_blocks is not None and chosen.block_size is not None
         per_token = ModelFacts.of(SMOLLM2).cache_bytes_per_token("float32", 1)
@@ -133,6 +133,7 @@ def test_blocks_take_a_share_of_the_memory_whatever_the_number_of_replicas() -> 
 def test_a_small_model_gets_no_more_cache_than_it_can_use() -> None:
     chosen = plan(facts={"max_position_embeddings": 128}).engine
     assert chosen.num_blocks == 128 * 128 // 32  # sequences of a step, of full length
+    assert plan().engine.num_blocks == 32768 // 32
 
 
 def test_one_full_context_is_worth_half_the_memory() -> None:

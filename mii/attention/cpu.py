@@ -6,8 +6,10 @@ computed together; every longer query is computed on its own.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy
 import torch
 import torch.nn.functional as F
 
@@ -40,6 +42,15 @@ class _Chunk:
     mask: torch.Tensor | None  # bool [end - start, L]; None: causal
 
 
+def _lazy_zeros(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros whose memory the system provides page by page, when it is first written.
+
+    torch.zeros writes all of it at once: gigabytes, and seconds, for a cache that nobody uses yet.
+    """
+    count = math.prod(size) * dtype.itemsize
+    return torch.from_numpy(numpy.zeros(count, dtype=numpy.uint8)).view(dtype).view(size)
+
+
 @dataclass(frozen=True)
 class _Layout:
     """What all layers with one window share in a step."""
@@ -62,10 +73,8 @@ class CPUAttention:
         size = (shape.num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
         self._block_size = shape.block_size
         # Zeros, not garbage: masked slots are multiplied by 0, and 0 times NaN is NaN.
-        self._keys = [
-            torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.num_layers)
-        ]
-        self._values = [torch.zeros_like(keys) for keys in self._keys]
+        self._keys = [_lazy_zeros(size, dtype) for _ in range(shape.num_layers)]
+        self._values = [_lazy_zeros(size, dtype) for _ in range(shape.num_layers)]
 
     def plan(self, batch: RaggedBatch) -> None:
         self._batch = batch

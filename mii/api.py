@@ -1,0 +1,247 @@
+"""The functions that a user calls. Thin: options, plan and launch do the work."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from mii.client import MIIClient
+from mii.config import DeploymentConfig, EngineConfig
+from mii.errors import InvalidArgument
+from mii.launch import ShowProgress, start_deployment, waiter_for_end
+from mii.machine import Machine
+from mii.models.checkpoint import default_cache, resolve_model
+from mii.options import (
+    default_deployment_name,
+    deployment_config,
+    engine_config,
+    model_name_of,
+)
+from mii.progress_display import ProgressDisplay
+from mii.registry import DeploymentRecord, Registry, name_taken
+from mii.response import Response
+from mii.strategy import Plan, inspect_model, plan_deployment, plan_engine
+
+if TYPE_CHECKING:
+    from mii.engine.engine_v2 import InferenceEngineV2
+    from mii.pipeline import MIIPipeline
+
+
+def serve(
+    model_name_or_path: str | os.PathLike[str] | None = None,
+    model_config: Mapping[str, Any] | None = None,
+    mii_config: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> MIIClient:
+    """Start a deployment that outlives this script, and return a client of it.
+
+    Args:
+        model_name_or_path: a folder in Hugging Face form, a .gguf file, a name on the Hugging Face
+            hub, or "smollm2".
+        model_config: options in a dictionary, as in DeepSpeed-MII.
+        mii_config: more of them.
+        options: see `mii serve --help`; the most used are tensor_parallel, replica_num, port,
+            enable_rest, deployment_name, max_length and dtype. DeepSpeed-MII's names count too.
+
+    Raises:
+        InvalidArgument: for an option that is unknown or not allowed.
+        ModelError: for a model that cannot be found, read or run.
+        DeploymentError: if the deployment cannot start; PortInUse if a port is the reason.
+    """
+    values = {
+        "model_name_or_path": model_name_or_path,
+        "model_config": model_config,
+        "mii_config": mii_config,
+        **options,
+    }
+    with ProgressDisplay() as show:
+        config, _ = configure_deployment(values, "serve()", show)
+        start_deployment(config, show)
+    return client_of(Registry(default_cache()).get(config.deployment_name))
+
+
+def client(name_or_address: str) -> MIIClient:
+    """Return a client of a running deployment.
+
+    Args:
+        name_or_address: the deployment's name, its model's name, or host:port of its router.
+
+    Raises:
+        DeploymentNotFoundError: if none of that name runs on this machine.
+    """
+    if not isinstance(name_or_address, str):
+        raise InvalidArgument.of("name_or_address", name_or_address, "a name or host:port")
+    record = find_deployment(name_or_address)
+    if record is not None:
+        return client_of(record)
+    host, _, port = name_or_address.rpartition(":")
+    if host and port.isdecimal():
+        return MIIClient(name_or_address)
+    return client_of(Registry(default_cache()).get(name_or_address))
+
+
+def pipeline(
+    model_name_or_path: str | os.PathLike[str] | None = None,
+    model_config: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> MIIPipeline:
+    """Run the engine in this process; free it with `destroy()` or by a `with` block.
+
+    Args:
+        model_name_or_path: as in `serve`.
+        model_config: options in a dictionary, as in DeepSpeed-MII.
+        options: those of `serve` that concern the engine: tensor_parallel, dtype, max_length, ...
+
+    Raises:
+        InvalidArgument: for an option that is unknown or not allowed.
+        ModelError: for a model that cannot be found, read or run.
+    """
+    from mii.pipeline import build_pipeline  # torch
+
+    values = {
+        "model_name_or_path": model_name_or_path,
+        "model_config": model_config,
+        **options,
+    }
+    with ProgressDisplay() as show:
+        config = configure_engine(values, "pipeline()", show)
+        return build_pipeline(config, show)
+
+
+def build_hf_engine(
+    path: str | os.PathLike[str],
+    engine_config: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> InferenceEngineV2:
+    """Build the engine of FastGen by itself: `put`, `query`, `can_schedule`, `flush`.
+
+    Args:
+        path: as `model_name_or_path` of `serve`.
+        engine_config: a flat dictionary of options, or nested as DeepSpeed's
+            RaggedInferenceEngineConfig, {"tensor_parallel": ..., "state_manager": ...}.
+        options: as in `pipeline`.
+
+    Raises:
+        InvalidArgument: for an option that is unknown or not allowed.
+        ModelError: for a model that cannot be found, read or run.
+    """
+    from mii.pipeline import build_engine  # torch
+
+    values = {
+        "model_name_or_path": path,
+        "engine_config": engine_config,
+        "skip_tokenizer": True,
+        **options,
+    }
+    with ProgressDisplay() as show:
+        return build_engine(configure_engine(values, "build_hf_engine()", show), show)
+
+
+class QueryHandle:
+    """What `mii_query_handle` returns: a deployment or a pipeline behind `query`."""
+
+    def __init__(self, target: MIIClient | MIIPipeline) -> None:
+        self._target = target
+
+    def query(
+        self,
+        request: Any = None,
+        /,
+        prompts: str | Sequence[str] | None = None,
+        **params: Any,
+    ) -> list[Response] | None:
+        """Answer prompts.
+
+        Args:
+            request: {"query": [...]}, as in DeepSpeed-MII, or the prompts themselves.
+            prompts: the prompts.
+            params: sampling parameters, such as max_new_tokens and temperature.
+
+        Raises:
+            InvalidArgument: for a parameter that is unknown or not allowed.
+        """
+        if isinstance(request, Mapping):
+            if set(request) != {"query"}:
+                raise InvalidArgument.of("request", request, 'a dictionary {"query": [...]}')
+            request = request["query"]
+        if (request is None) == (prompts is None):
+            raise InvalidArgument(
+                'query() takes either prompts=[...] or {"query": [...]}', "prompts"
+            )
+        return self._target(request if prompts is None else prompts, **params)
+
+    def terminate(self) -> None:
+        """End the deployment, or free the pipeline."""
+        if isinstance(self._target, MIIClient):
+            self._target.terminate_server()
+        else:
+            self._target.destroy()
+
+
+def mii_query_handle(
+    name_or_model: str | os.PathLike[str], tensor_parallel: int | None = None, **options: Any
+) -> QueryHandle:
+    """Return a handle for queries: on a running deployment of that name, else in this process.
+
+    Args:
+        name_or_model: name of a running deployment, or a model as in `serve`.
+        tensor_parallel: ranks of the pipeline, if one is made.
+        options: of the pipeline, if one is made.
+    """
+    record = find_deployment(os.fspath(name_or_model))
+    if record is not None:
+        return QueryHandle(client(record.name))
+    return QueryHandle(pipeline(name_or_model, tensor_parallel=tensor_parallel, **options))
+
+
+def client_of(record: DeploymentRecord) -> MIIClient:
+    """Return a client of a deployment in the registry."""
+    return MIIClient(
+        record.address,
+        deployment_name=record.name,
+        rest_address=record.rest_address,
+        wait_until_gone=waiter_for_end(record),
+    )
+
+
+def find_deployment(name: str) -> DeploymentRecord | None:
+    """Return the running deployment of that name, or of the model of that name."""
+    registry = Registry(default_cache())
+    return registry.find(name) or registry.find(default_deployment_name(model_name_of(name)))
+
+
+def configure_deployment(
+    values: Mapping[str, Any], where: str, show: ShowProgress
+) -> tuple[DeploymentConfig, Plan]:
+    """Turn a user's options into what will be started: checked, its model found, all sizes chosen.
+
+    Raises:
+        InvalidArgument, ModelError, DeploymentError: for what cannot work.
+    """
+    config = replace(deployment_config(values, where), cache_path=str(default_cache()))
+    other = Registry(default_cache()).find(config.deployment_name)
+    if other is not None and other.state != "stopping":
+        raise name_taken(other)
+    config = replace(config, engine=locate(config.engine, show))
+    return plan_deployment(config, Machine.here())
+
+
+def configure_engine(values: Mapping[str, Any], where: str, show: ShowProgress) -> EngineConfig:
+    """Turn a user's options into one engine's configuration; see `configure_deployment`."""
+    config = locate(engine_config(values, where), show)
+    return plan_engine(config, inspect_model(config), Machine.here()).engine
+
+
+def locate(config: EngineConfig, show: ShowProgress) -> EngineConfig:
+    """Find the folders of model and tokenizer, fetching what is not here yet.
+
+    Raises:
+        ModelError: for a model that cannot be found.
+    """
+    cache = default_cache()
+    model = resolve_model(config.model_path, cache, show)
+    own = config.tokenizer_path == config.model_path
+    tokenizer = model if own else resolve_model(config.tokenizer_path, cache, show)
+    return replace(config, model_path=str(model), tokenizer_path=str(tokenizer))
