@@ -29,6 +29,7 @@ from mii.models.policies import SUPPORTED_MODEL_TYPES
 from tests.models.checkpoints import Header, edit_header, edit_json, shard, tensors_of
 
 NORM = "model.norm.weight"
+INNER = "model.layers.1.input_layernorm.weight"  # not the last in its file
 
 
 def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch):
@@ -218,8 +219,8 @@ class TestWeights:
     @pytest.mark.parametrize(
         "edit",
         [
-            lambda header: header[NORM].update(data_offsets=[0, 128]),  # over another tensor
-            lambda header: header.pop(NORM),  # a gap
+            lambda header: header[INNER].update(header[NORM]),  # over another, and a gap
+            lambda header: header.pop(INNER),  # a gap
             lambda header: header[NORM].update(shape=[31]),
             lambda header: header[NORM].update(shape=None),
             lambda header: header[NORM].update(dtype="F31"),

@@ -33,13 +33,8 @@ def test_a_model_is_fetched_with_what_it_needs_and_nothing_else(
     hub: FakeHub, options: dict[str, Any]
 ):
     (hub.folder / "onnx").mkdir()
-    for unwanted in (
-        "onnx/config.json",
-        "pytorch_model.bin",
-        "logo.png",
-        "consolidated.safetensors",
-    ):
-        shutil.copy(hub.folder / "config.json", hub.folder / unwanted)
+    for name in ("onnx/config.json", "pytorch_model.bin", "logo.png", "consolidated.safetensors"):
+        (hub.folder / name).write_text(f"the unwanted {name}")
     progress = []
     fetched = fetch_from_hub("owner/tiny", lambda *told: progress.append(told), **options)
     assert sorted(hub.fetched) == [

@@ -114,8 +114,8 @@ def test_a_slice_of_a_tensor_reads_only_the_slice(tmp_path: Path):
     del rows
     for unwanted in ("pytorch_model.bin", "model.safetensors"):
         (tmp_path / unwanted).rename(tmp_path / f"{unwanted}.away")
-        tensor = WeightFiles(tmp_path).tensor("large")
         before = _resident_bytes()
+        tensor = WeightFiles(tmp_path).tensor("large")
         assert tensor[5000:5010].sum() == sum(range(5000, 5010)) << 9
         assert _resident_bytes() - before < 32 << 20  # of 128 MiB
         (tmp_path / f"{unwanted}.away").rename(tmp_path / unwanted)
