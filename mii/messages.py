@@ -1,15 +1,92 @@
-"""Between protobuf messages of mii.v1 and what they stand for; used on both ends of the wire."""
+"""Messages of mii.v1 and what they stand for, on both ends of the wire; and their limits."""
 
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
-from mii.engine.params import Defaults
-from mii.errors import InvalidArgument, shorten
+from mii.engine.params import Defaults, check_params
+from mii.errors import InvalidArgument, ModelNotFound, shorten
 from mii.proto import inference_pb2
-from mii.proto.inference_pb2 import SamplingParams
+from mii.proto.inference_pb2 import GenerateRequest, Prompt, SamplingParams
+
+MAX_SEQUENCES: Final = 4096  # of one request: prompts times answers to each
+MAX_NAME: Final = 256  # characters of a request id or a model's name
+
+# Initial metadata by which a server says that a request is valid and queued. Without it (or from a
+# server that never sends it before its first message), that message says so.
+ACCEPTED_KEY: Final = "mii-request-id"
+
+
+def new_request_id() -> str:
+    """Draw an id for a request that brings none."""
+    return secrets.token_hex(16)
+
+
+def check_model(name: str, served: str) -> None:
+    """Refuse the name of a model that is not `served`.
+
+    Raises:
+        ModelNotFound: unless the name is that model's, "default" or empty.
+    """
+    if name not in ("", "default", served):
+        raise ModelNotFound(
+            f"model {shorten(name)} is not served here: ask for {shorten(served)} or 'default'",
+            "model",
+        )
+
+
+def check_request(request: GenerateRequest, served: str) -> None:
+    """Refuse a request that no worker could answer, as far as that is seen without a tokenizer.
+
+    Raises:
+        ModelNotFound: see `check_model`.
+        InvalidArgument: naming the field, its value and what is allowed.
+    """
+    check_model(request.model, served)
+    check_request_id(request.request_id)
+    defaults_of(request.defaults)
+    params = check_params(sampling_values(request.sampling), "SamplingParams")
+    answers = params.get("n", 1)
+    if not 1 <= len(request.prompts) * answers <= MAX_SEQUENCES:
+        raise InvalidArgument(
+            f"a request has 1 to {MAX_SEQUENCES} answers (prompts x n): this one has "
+            f"{len(request.prompts)} prompts x {answers}",
+            "n" if answers > 1 else "prompts",
+        )
+    for index, prompt in enumerate(request.prompts):
+        check_prompt(f"prompts[{index}]", prompt)
+
+
+def check_prompt(field: str, prompt: Prompt) -> None:
+    """Refuse a prompt that says nothing.
+
+    Raises:
+        InvalidArgument: naming `field`.
+    """
+    content = prompt.WhichOneof("content")
+    if content is None:
+        raise InvalidArgument(f"{field} has none of text, token_ids and chat", field)
+    if content == "token_ids":
+        if not prompt.token_ids.ids:
+            raise InvalidArgument(f"{field} has no token ids", field)
+        if min(prompt.token_ids.ids) < 0:
+            raise InvalidArgument(f"{field} has a negative token id", field)
+    if content == "chat" and not prompt.chat.messages_json:
+        raise InvalidArgument(f"{field} has no messages", field)
+
+
+def check_request_id(request_id: str) -> None:
+    """Refuse an id that cannot be logged and sent in a header.
+
+    Raises:
+        InvalidArgument: naming `request_id`.
+    """
+    if len(request_id) > MAX_NAME or not request_id.isascii() or not request_id.isprintable():
+        allowed = f"up to {MAX_NAME} printable ASCII characters"
+        raise InvalidArgument.of("request_id", request_id, allowed)
 
 
 def sampling_values(sampling: SamplingParams) -> dict[str, object]:
@@ -54,6 +131,8 @@ def json_field(text: str, kind: type[list[Any]] | type[dict[str, Any]], field: s
         return kind()
     try:
         value = json.loads(text)
+    except RecursionError:
+        raise InvalidArgument(f"{field} is nested too deeply", field) from None
     except ValueError as error:
         raise InvalidArgument(f"{field} is not JSON: {error}", field) from None
     if not isinstance(value, kind) or (

@@ -12,7 +12,7 @@ from google.protobuf.empty_pb2 import Empty
 
 from mii.engine.params import check_params
 from mii.errors import InvalidArgument
-from mii.messages import sampling_message
+from mii.messages import new_request_id, sampling_message
 from mii.proto.inference_pb2 import (
     DEFAULTS_MII,
     GenerateRequest,
@@ -27,7 +27,6 @@ from mii.proto.modelresponse_pb2 import (
 )
 from mii.proto.modelresponse_pb2_grpc import ModelResponseServicer
 from mii.router.relay import Relay
-from mii.router.requests import new_request_id
 from mii.status import errors_as_status
 
 Context = grpc.aio.ServicerContext[Any, Any]

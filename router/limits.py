@@ -9,9 +9,7 @@ from typing import Final
 from mii.errors import Overloaded
 
 MAX_CONCURRENT_REQUESTS: Final = 2048
-MAX_SEQUENCES: Final = 4096  # of one request: prompts times answers to each
 MAX_PROMPTS_IN_FLIGHT: Final = 512  # of one request; the others wait in the router for their turn
-MAX_NAME: Final = 256  # characters of a request id or a model's name
 
 _RETRY_AFTER = 1.0  # seconds
 

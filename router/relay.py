@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from mii.errors import InternalError, Unavailable
+from mii.messages import check_model, check_request, new_request_id
 from mii.proto.inference_pb2 import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -25,7 +26,7 @@ from mii.proto.inference_pb2 import (
 )
 from mii.router.limits import MAX_PROMPTS_IN_FLIGHT, RequestLimit
 from mii.router.replicas import Replica, Replicas
-from mii.router.requests import check_model, check_request, new_request_id, split
+from mii.router.requests import split
 from mii.router.transport import WorkerTransport
 
 # Beyond this, messages wait in the workers until the client has read.

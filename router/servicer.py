@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 
+from mii.messages import ACCEPTED_KEY, check_request_id, new_request_id
 from mii.proto.inference_pb2 import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -17,8 +18,6 @@ from mii.proto.inference_pb2 import (
 )
 from mii.proto.inference_pb2_grpc import InferenceServicer
 from mii.router.relay import Relay
-from mii.router.requests import check_request_id, new_request_id
-from mii.router.transport import ACCEPTED_KEY
 from mii.status import errors_as_status
 
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
 from grpc.aio import EOF  # type: ignore[attr-defined]  # grpc-stubs lacks it
@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from mii.channel import channel_options
 from mii.errors import Unavailable
+from mii.messages import ACCEPTED_KEY
 from mii.proto.inference_pb2 import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -25,11 +26,6 @@ from mii.proto.inference_pb2_grpc import InferenceStub
 from mii.proto.worker_pb2 import StatusRequest, StatusResponse
 from mii.proto.worker_pb2_grpc import WorkerStub
 from mii.status import error_of_call
-
-# Initial metadata by which a worker says that a request is valid and queued. Without it (or from a
-# worker that never sends it before its first message), that message says so.
-ACCEPTED_KEY: Final = "mii-request-id"
-
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")

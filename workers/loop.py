@@ -1,7 +1,9 @@
-"""The engine's thread, and how calls on the event loop talk with it.
+"""The engine's loop, and how calls on the event loop talk with it.
 
-The thread sleeps while there is nothing to compute. What a step gave crosses to the event loop in
-one go, however many calls it belongs to.
+    event loop    EngineCall   --commands-->  inbox
+    engine        EngineLoop.run: take commands, step, hand over what the step gave; sleep if idle
+
+What a step gave crosses to the event loop in one go, however many calls it belongs to.
 """
 
 from __future__ import annotations
@@ -9,233 +11,295 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
-from mii.engine.generator import Delta, Generator
+from mii.engine.generator import Delta, Generator, Usage
+from mii.engine.plan import TokenLogprobs
 from mii.engine.prompts import GenerationRequest
 from mii.errors import InternalError, MIIError, Unavailable
+from mii.status import known_error
 
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class SequencePiece:
-    """What has come of one of a call's sequences since it was last looked at."""
+@dataclass(slots=True)
+class Piece:
+    """What has come of one sequence since it was last taken."""
 
     index: int  # which of the call's requests
-    delta: Delta
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_match: str | None = None
+    usage: Usage | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Append what one more step has added."""
+        self.texts.append(delta.text)
+        self.token_ids.extend(delta.token_ids)
+        self.logprobs.extend(delta.logprobs)
+        self.finish_reason = delta.finish_reason
+        self.stop_match = delta.stop_match
+        self.usage = delta.usage
 
 
 class EngineCall:
-    """One call's sequences. Belongs to the event loop; deltas not yet fetched are merged."""
+    """The sequences of one call: an iterator over lists of pieces. Belongs to the event loop.
 
-    def __init__(self, abort: Callable[[EngineCall], None], count: int) -> None:
-        self._abort = abort
-        self._open = set(range(count))
-        self._pieces: dict[int, Delta] = {}
+    What is not yet taken is merged, so that a slow reader costs no more than its answers' length.
+
+    Args:
+        count: how many sequences.
+        whole: give each sequence in one piece, when it has ended.
+    """
+
+    def __init__(self, count: int, *, whole: bool) -> None:
+        self._whole = whole
+        self._running = count
+        self._pieces: dict[int, Piece] = {}
+        self._ended: list[Piece] = []
         self._error: MIIError | None = None
         self._news = asyncio.Event()
-        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._accepted = False
 
     @property
-    def ended(self) -> bool:
-        """Whether all sequences have ended and have been fetched."""
-        return not self._open
+    def running(self) -> bool:
+        """Whether the engine still works on a sequence of the call."""
+        return self._running > 0 and self._error is None
 
-    async def next(self) -> list[SequencePiece]:
-        """Wait for news; return what has come of each sequence since the last time.
+    async def accepted(self) -> None:
+        """Wait until the engine has queued all sequences.
 
         Raises:
-            MIIError: if the engine has failed or is stopping.
+            MIIError: if it has not.
         """
-        await self._news.wait()
-        self._news.clear()
-        pieces = [SequencePiece(index, delta) for index, delta in self._pieces.items()]
-        self._pieces = {}
-        if not pieces and self._error is not None:
-            raise self._error
-        if self._error is not None:
-            self._news.set()
-        self._open.difference_update(p.index for p in pieces if p.delta.finish_reason is not None)
-        return pieces
+        while not self._accepted:
+            if self._error is not None:
+                raise self._error
+            await self._wait()
 
-    def close(self) -> None:
-        """Stop what has not ended; its blocks are free within one step."""
-        if self._open:
-            self._abort(self)
+    def __aiter__(self) -> EngineCall:
+        return self
+
+    async def __anext__(self) -> list[Piece]:
+        while True:
+            pieces = self._take()
+            if pieces:
+                return pieces
+            if self._error is not None:
+                raise self._error
+            if self._running == 0:
+                raise StopAsyncIteration
+            await self._wait()
+
+    def accept(self) -> None:
+        """Note that all sequences are queued."""
+        self._accepted = True
+        self._news.set()
 
     def deliver(self, index: int, delta: Delta) -> None:
-        """Take in what a step added to one sequence."""
-        held = self._pieces.get(index)
-        self._pieces[index] = delta if held is None else _merge(held, delta)
-        self._news.set()
+        """Take in what a step has added to a sequence."""
+        piece = self._pieces.get(index)
+        if piece is None:
+            piece = self._pieces[index] = Piece(index)
+        piece.add(delta)
+        if delta.finish_reason is not None:
+            self._ended.append(self._pieces.pop(index))
+            self._running -= 1
+        if self._ended or not self._whole:
+            self._news.set()
 
     def fail(self, error: MIIError) -> None:
         """End the call with an error, after what has already come."""
-        if not self.accepted.done():
-            self.accepted.set_exception(error)
         self._error = error
         self._news.set()
 
+    def _take(self) -> list[Piece]:
+        pieces, self._ended = self._ended, []
+        if not self._whole:
+            pieces.extend(self._pieces.values())
+            self._pieces = {}
+        return pieces
 
-def _merge(first: Delta, second: Delta) -> Delta:
-    return replace(
-        second,
-        text=first.text + second.text,
-        token_ids=first.token_ids + second.token_ids,
-        logprobs=first.logprobs + second.logprobs,
-    )
+    async def _wait(self) -> None:
+        self._news.clear()
+        await self._news.wait()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Add:
     call: EngineCall
     requests: Sequence[GenerationRequest]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Abort:
     call: EngineCall
 
 
 class EngineLoop:
-    """Runs a generator in a thread of its own.
+    """Drives a generator in the thread that calls `run`, for calls on an event loop.
 
     Args:
-        generator: driven by that thread alone from now on.
-        on_failure: called on the event loop when the engine has failed; calls have been told.
+        generator: nobody else may use it.
+        loop: the event loop that all calls belong to.
     """
 
-    def __init__(self, generator: Generator, on_failure: Callable[[BaseException], None]) -> None:
+    def __init__(self, generator: Generator, loop: asyncio.AbstractEventLoop) -> None:
         self._generator = generator
-        self._on_failure = on_failure
-        self._loop = asyncio.get_running_loop()
-        self._inbox: deque[_Add | _Abort] = deque()
+        self._loop = loop
+        # Of the event loop.
+        self._calls: set[EngineCall] = set()
+        self._refusal: MIIError | None = None  # why there will be no more answers
+        # Shared.
         self._wake = threading.Condition()
+        self._inbox: list[_Add | _Abort] = []
         self._stopping = False
-        self._failure: MIIError | None = None
-        self._calls: set[EngineCall] = set()  # on the event loop
-        self._owners: dict[int, tuple[EngineCall, int]] = {}  # by handle, in the thread
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+        # Of the engine's thread.
+        self._owners: dict[int, tuple[EngineCall, int]] = {}  # by handle
+        self._handles: dict[EngineCall, set[int]] = {}
 
-    async def open(self, requests: Sequence[GenerationRequest]) -> EngineCall:
-        """Queue all requests of a call, or none of them.
+    # On the event loop.
+
+    @asynccontextmanager
+    async def submit(
+        self, requests: Sequence[GenerationRequest], *, whole: bool
+    ) -> AsyncIterator[EngineCall]:
+        """Queue all requests of a call, or none; on the way out nothing of them is left running.
+
+        Args:
+            requests: one for each sequence.
+            whole: give each sequence in one piece, when it has ended.
 
         Raises:
             InvalidArgument, Overloaded: if the engine refuses one of them.
             Unavailable, InternalError: if the engine is stopping or has failed.
         """
-        if self._failure is not None:
-            raise self._failure
-        call = EngineCall(self._abort, len(requests))
+        if self._refusal is not None:
+            raise _again(self._refusal)
+        call = EngineCall(len(requests), whole=whole)
         self._calls.add(call)
         self._post(_Add(call, requests))
         try:
-            await call.accepted
-        except asyncio.CancelledError:
-            self._abort(call)
-            raise
-        except MIIError:
+            await call.accepted()
+            yield call
+        finally:
             self._calls.discard(call)
-            raise
-        return call
+            if call.running:
+                self._post(_Abort(call))
 
-    async def stop(self) -> None:
-        """End the thread; calls under way end as unavailable."""
-        self._fail(Unavailable("this worker is stopping: send the request again"))
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
-        await asyncio.to_thread(self._thread.join)
-
-    def _abort(self, call: EngineCall) -> None:
-        self._calls.discard(call)
-        self._post(_Abort(call))
+    def fail_calls(self, error: MIIError) -> None:
+        """End all calls, and those that will come, with an error."""
+        self._refusal = self._refusal or error
+        for call in self._calls:
+            call.fail(_again(error))
 
     def _post(self, command: _Add | _Abort) -> None:
         with self._wake:
             self._inbox.append(command)
             self._wake.notify()
 
-    def _fail(self, error: MIIError) -> None:
-        self._failure = self._failure or error
-        for call in self._calls:
-            call.fail(error)
-        self._calls.clear()
+    # From any thread.
 
-    def _deliver(
-        self, pieces: Sequence[tuple[EngineCall, int, Delta]], ended: set[EngineCall]
-    ) -> None:
-        for call, index, delta in pieces:
-            call.deliver(index, delta)
-        self._calls -= ended
+    def stop(self) -> None:
+        """End all calls as unavailable, and let `run` return."""
+        self._tell(self.fail_calls, Unavailable("this worker is stopping: send the request again"))
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
 
-    # In the thread.
+    def _tell(self, function: Callable[..., None], *arguments: object) -> None:
+        """Run a function on the event loop, if that still runs."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *arguments)
 
-    def _run(self) -> None:
+    # In the engine's thread.
+
+    def run(self) -> None:
+        """Drive the engine until `stop`.
+
+        Raises:
+            Exception: what the engine has raised; all calls have been told.
+        """
         try:
-            while not self._stopping:
-                self._take_commands()
-                if self._generator.has_work and not self._stopping:
+            while self._take_commands():
+                if self._generator.has_work:
                     self._step()
         except BaseException as error:
-            _logger.critical("the engine has failed", exc_info=error)
-            self._loop.call_soon_threadsafe(self._engine_failed, error)
-        finally:
-            self._generator.close()
+            words = f"the engine has failed: {type(error).__name__}: {error}"
+            self._tell(self.fail_calls, InternalError(words))
+            raise
 
-    def _engine_failed(self, error: BaseException) -> None:
-        self._fail(InternalError(f"the engine has failed: {type(error).__name__}: {error}"))
-        self._on_failure(error)
-
-    def _take_commands(self) -> None:
+    def _take_commands(self) -> bool:
+        """Do what was asked meanwhile, asleep until there is something to do; False: stop."""
         with self._wake:
             while not (self._inbox or self._stopping or self._generator.has_work):
                 self._wake.wait()
-            commands = tuple(self._inbox)
-            self._inbox.clear()
+            if self._stopping:
+                return False
+            commands, self._inbox = self._inbox, []
+        verdicts = []
         for command in commands:
             if isinstance(command, _Add):
-                self._add(command)
+                verdicts.append((command.call, self._add(command)))
             else:
-                self._forget(command.call)
+                self._abort(command.call)
+        if verdicts:
+            self._tell(_announce, verdicts)
+        return True
 
-    def _add(self, command: _Add) -> None:
-        error = None
-        try:
-            for index, request in enumerate(command.requests):
-                self._owners[self._generator.add(request)] = (command.call, index)
-        except MIIError as refused:
-            self._forget(command.call)
-            error = refused
-        self._loop.call_soon_threadsafe(_answer, command.call.accepted, error)
+    def _add(self, command: _Add) -> MIIError | None:
+        """Queue a call's sequences; return why that is not possible."""
+        handles = self._handles[command.call] = set()
+        for index, request in enumerate(command.requests):
+            try:
+                handle = self._generator.add(request)
+            except Exception as error:
+                self._abort(command.call)
+                return known_error(error, request.request_id)
+            handles.add(handle)
+            self._owners[handle] = command.call, index
+        return None
 
-    def _forget(self, call: EngineCall) -> None:
-        handles = [handle for handle, (owner, _) in self._owners.items() if owner is call]
-        for handle in handles:
+    def _abort(self, call: EngineCall) -> None:
+        for handle in self._handles.pop(call, ()):
             del self._owners[handle]
             self._generator.abort(handle)
 
     def _step(self) -> None:
-        pieces = []
+        news = []
         for delta in self._generator.step():
             call, index = self._owners[delta.handle]
+            news.append((call, index, delta))
             if delta.finish_reason is not None:
-                del self._owners[delta.handle]
-            pieces.append((call, index, delta))
-        if pieces:
-            finished = {call for call, _, delta in pieces if delta.finish_reason is not None}
-            running = {call for call, _ in self._owners.values()} if finished else set()
-            self._loop.call_soon_threadsafe(self._deliver, pieces, finished - running)
+                self._forget(delta.handle, call)
+        if news:
+            self._tell(_deliver, news)
+
+    def _forget(self, handle: int, call: EngineCall) -> None:
+        del self._owners[handle]
+        handles = self._handles[call]
+        handles.remove(handle)
+        if not handles:
+            del self._handles[call]
 
 
-def _answer(accepted: asyncio.Future[None], error: MIIError | None) -> None:
-    if accepted.done():  # the caller has gone
-        return
-    if error is None:
-        accepted.set_result(None)
-    else:
-        accepted.set_exception(error)
+def _announce(verdicts: Sequence[tuple[EngineCall, MIIError | None]]) -> None:
+    for call, error in verdicts:
+        if error is None:
+            call.accept()
+        else:
+            call.fail(error)
+
+
+def _deliver(news: Sequence[tuple[EngineCall, int, Delta]]) -> None:
+    for call, index, delta in news:
+        call.deliver(index, delta)
+
+
+def _again(error: MIIError) -> MIIError:
+    """Return an error like this one: each call raises its own, with its own traceback."""
+    return type(error)(*error.args)

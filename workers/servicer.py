@@ -1,25 +1,36 @@
-"""mii.v1.Inference on a worker: protobuf to engine and back, nothing else."""
+"""mii.v1.Inference on rank 0: protobuf to engine and back, nothing else."""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final, TypeVar
 
 import grpc
 
-from mii.engine.generator import Delta
+from mii.config import EngineConfig
 from mii.engine.generator import Usage as EngineUsage
-from mii.engine.params import check_params
+from mii.engine.params import Defaults, check_params
 from mii.engine.plan import TokenLogprobs as EngineLogprobs
 from mii.engine.prompts import ChatPrompt, GenerationRequest, PromptProcessor
 from mii.engine.prompts import Prompt as EnginePrompt
 from mii.errors import InvalidArgument
-from mii.messages import defaults_of, json_field, sampling_values
+from mii.messages import (
+    ACCEPTED_KEY,
+    check_model,
+    check_prompt,
+    check_request,
+    defaults_of,
+    json_field,
+    new_request_id,
+    sampling_values,
+)
 from mii.proto.inference_pb2 import (
+    Chat,
     DetokenizeRequest,
     DetokenizeResponse,
     GenerateRequest,
@@ -37,9 +48,22 @@ from mii.proto.inference_pb2 import (
 )
 from mii.proto.inference_pb2_grpc import InferenceServicer
 from mii.status import errors_as_status
-from mii.workers.loop import EngineLoop, SequencePiece
+from mii.workers.loop import EngineLoop, Piece
+
+_PROMPT_THREADS: Final = 2
+_NAMED_TOKENS: Final = 65536  # whose bytes are remembered, for log-probabilities
 
 Context = grpc.aio.ServicerContext[Any, Any]
+_Result = TypeVar("_Result")
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """One sequence of a call."""
+
+    prompt_index: int
+    request: GenerationRequest
+    begun: bool = False  # a delta of it has been sent
 
 
 class Servicer(InferenceServicer):
@@ -48,136 +72,100 @@ class Servicer(InferenceServicer):
     Args:
         engine: runs the requests.
         prompts: judges and tokenises them.
-        model_name: what users call the model.
-        dtype: of its weights.
+        config: the engine's.
     """
 
-    def __init__(
-        self, engine: EngineLoop, prompts: PromptProcessor, model_name: str, dtype: str
-    ) -> None:
+    def __init__(self, engine: EngineLoop, prompts: PromptProcessor, config: EngineConfig) -> None:
         self._engine = engine
         self._prompts = prompts
-        self._model_name = model_name
-        self._dtype = dtype
-        self._created = int(time.time())
-        # Long prompts take long to tokenise: not on the loop, where other calls' tokens pass.
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="prompts")
+        self._model = _describe(config, prompts)
+        # Long texts take long to tokenise: not on the event loop, where other calls' tokens pass.
+        self._threads = ThreadPoolExecutor(_PROMPT_THREADS, thread_name_prefix="prompts")
+        self._bytes_of = lru_cache(_NAMED_TOKENS)(self._token_bytes)
 
-    async def Generate(  # type: ignore[override]
-        self, request: GenerateRequest, context: Context
-    ) -> AsyncIterator[GenerateResponse]:
-        request_id = request.request_id or secrets.token_hex(16)
+    # A coroutine that writes, not a generator: a cancelled one is cleaned up at once.
+    async def Generate(self, request: GenerateRequest, context: Context) -> None:  # type: ignore[override]
+        request_id = request.request_id or new_request_id()
         async with errors_as_status(context, request_id):
-            loop = asyncio.get_running_loop()
-            prepared = await loop.run_in_executor(self._threads, self._prepare, request, request_id)
-            call = await self._engine.open([sequence for _, sequence in prepared])
-            try:
-                await context.send_initial_metadata((("mii-request-id", request_id),))
-                gathered = {} if not request.stream else None
-                while not call.ended:
-                    deltas = self._messages(await call.next(), prepared, gathered)
-                    if deltas:
-                        yield GenerateResponse(deltas=deltas)
-            finally:
-                call.close()
+            sequences = await self._aside(lambda: self._prepare(request, request_id))
+            requests = [sequence.request for sequence in sequences]
+            async with self._engine.submit(requests, whole=not request.stream) as call:
+                if request.stream:
+                    await context.send_initial_metadata(((ACCEPTED_KEY, request_id),))
+                async for pieces in call:
+                    deltas = [self._delta(sequences[piece.index], piece) for piece in pieces]
+                    await context.write(GenerateResponse(deltas=deltas))
 
-    async def Tokenize(  # type: ignore[override]
-        self, request: TokenizeRequest, context: Context
-    ) -> TokenizeResponse:
-        async with errors_as_status(context, "tokenize"):
+    async def Tokenize(self, request: TokenizeRequest, context: Context) -> TokenizeResponse:
+        async with errors_as_status(context, new_request_id()):
+            check_model(request.model, self._model.id)
+            check_prompt("prompt", request.prompt)
             special = not request.HasField("add_special_tokens") or request.add_special_tokens
-            loop = asyncio.get_running_loop()
-            ids = await loop.run_in_executor(
-                self._threads, self._prompts.tokenize, prompt_of(request.prompt), special
+            ids = await self._aside(
+                lambda: self._prompts.tokenize(engine_prompt(request.prompt), special)
             )
-            return TokenizeResponse(ids=ids, max_length=self._prompts.limits.max_length)
-        raise AssertionError
+            return TokenizeResponse(ids=ids, max_length=self._model.max_length)
 
-    async def Detokenize(  # type: ignore[override]
-        self, request: DetokenizeRequest, context: Context
-    ) -> DetokenizeResponse:
-        async with errors_as_status(context, "detokenize"):
-            ids = list(request.ids)
-            if ids and min(ids) < 0:
-                raise InvalidArgument.of("ids", min(ids), "0 or more")
-            text = self._prompts.tokenizer.decode(
-                ids, skip_special_tokens=not request.keep_special_tokens
+    async def Detokenize(self, request: DetokenizeRequest, context: Context) -> DetokenizeResponse:
+        async with errors_as_status(context, new_request_id()):
+            check_model(request.model, self._model.id)
+            text = await self._aside(
+                lambda: self._decode(list(request.ids), request.keep_special_tokens)
             )
             return DetokenizeResponse(text=text)
-        raise AssertionError
 
-    async def ListModels(  # type: ignore[override]
-        self, request: ListModelsRequest, context: Context
-    ) -> ListModelsResponse:
-        tokenizer = self._prompts.optional_tokenizer
-        model = Model(
-            id=self._model_name,
-            engine="v2",
-            created=self._created,
-            max_length=self._prompts.limits.max_length,
-            vocab_size=self._prompts.limits.vocab_size,
-            has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
-            dtype=self._dtype,
-        )
-        return ListModelsResponse(models=[model])
+    async def ListModels(self, request: ListModelsRequest, context: Context) -> ListModelsResponse:
+        return ListModelsResponse(models=[self._model])
 
-    def _prepare(
-        self, request: GenerateRequest, request_id: str
-    ) -> list[tuple[int, GenerationRequest]]:
-        """Return the sequences of a request, each with the index of its prompt."""
-        checked = check_params(sampling_values(request.sampling), "SamplingParams")
+    async def _aside(self, work: Callable[[], _Result]) -> _Result:
+        """Do work in another thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _prepare(self, request: GenerateRequest, request_id: str) -> list[_Sequence]:
+        """Judge and tokenise a request.
+
+        Raises:
+            InvalidArgument: naming what is not allowed.
+        """
+        check_request(request, self._model.id)
+        params = check_params(sampling_values(request.sampling), "SamplingParams")
         defaults = defaults_of(request.defaults)
-        if not request.prompts:
-            raise InvalidArgument("the request has no prompts: send at least one", "prompts")
-        strict = defaults_of(request.defaults).name == "MODEL"
         return [
-            (index, sequence)
+            _Sequence(index, sequence)
             for index, prompt in enumerate(request.prompts)
             for sequence in self._prompts.prepare(
-                prompt_of(prompt),
-                checked,
+                engine_prompt(prompt),
+                params,
                 request_id=request_id,
                 defaults=defaults,
-                strict=strict,
+                strict=defaults is Defaults.MODEL,
             )
         ]
 
-    def _messages(
-        self,
-        pieces: Sequence[SequencePiece],
-        prepared: Sequence[tuple[int, GenerationRequest]],
-        gathered: dict[int, list[Delta]] | None,
-    ) -> list[SequenceDelta]:
-        """Return the deltas to send now; with `gathered`, a sequence waits there for its end."""
-        messages = []
-        for piece in pieces:
-            deltas = [piece.delta]
-            if gathered is not None:
-                gathered.setdefault(piece.index, []).append(piece.delta)
-                if piece.delta.finish_reason is None:
-                    continue
-                deltas = gathered.pop(piece.index)
-            prompt_index, request = prepared[piece.index]
-            messages.append(self._message(prompt_index, request.choice_index, deltas))
-        return messages
+    def _decode(self, ids: list[int], keep_special_tokens: bool) -> str:
+        allowed = range(self._model.vocab_size)
+        for token in ids:
+            if token not in allowed:
+                raise InvalidArgument.of("ids", token, f"a token id from 0 to {allowed[-1]}")
+        return self._prompts.tokenizer.decode(ids, skip_special_tokens=not keep_special_tokens)
 
-    def _message(
-        self, prompt_index: int, choice_index: int, deltas: Sequence[Delta]
-    ) -> SequenceDelta:
-        last = deltas[-1]
+    def _delta(self, sequence: _Sequence, piece: Piece) -> SequenceDelta:
+        if piece.usage is not None:
+            usage = _usage(piece.usage)
+        elif not sequence.begun:
+            usage = Usage(prompt_tokens=len(sequence.request.prompt_ids))
+        else:
+            usage = None
+        sequence.begun = True
         return SequenceDelta(
-            prompt_index=prompt_index,
-            choice_index=choice_index,
-            text="".join(delta.text for delta in deltas),
-            token_ids=[token for delta in deltas for token in delta.token_ids],
-            logprobs=[
-                self._logprobs(token, logprobs)
-                for delta in deltas
-                for token, logprobs in zip(delta.token_ids, delta.logprobs, strict=False)
-            ],
-            finish_reason=last.finish_reason or "",
-            usage=_usage(last.usage) if last.usage is not None else None,
-            stop_match=last.stop_match,
+            prompt_index=sequence.prompt_index,
+            choice_index=sequence.request.choice_index,
+            text="".join(piece.texts),
+            token_ids=piece.token_ids,
+            logprobs=map(self._logprobs, piece.token_ids, piece.logprobs),
+            finish_reason=piece.finish_reason or "",
+            usage=usage,
+            stop_match=piece.stop_match,
         )
 
     def _logprobs(self, token: int, logprobs: EngineLogprobs) -> TokenLogprobs:
@@ -187,32 +175,46 @@ class Servicer(InferenceServicer):
         )
 
     def _logprob(self, token: int, logprob: float) -> TokenLogprob:
+        return TokenLogprob(token_id=token, logprob=logprob, token=self._bytes_of(token))
+
+    def _token_bytes(self, token: int) -> bytes:
         tokenizer = self._prompts.optional_tokenizer
-        name = tokenizer.token_bytes(token) if tokenizer is not None else b""
-        return TokenLogprob(token_id=token, logprob=logprob, token=name)
+        return tokenizer.token_bytes(token) if tokenizer is not None else b""
 
 
-def prompt_of(prompt: Prompt) -> EnginePrompt:
+def engine_prompt(prompt: Prompt) -> EnginePrompt:
     """Return what a prompt's message stands for.
 
     Raises:
-        InvalidArgument: if it stands for nothing.
+        InvalidArgument: for JSON that is none, or not of the kind that is wanted.
     """
     content = prompt.WhichOneof("content")
-    if content == "text":
-        return prompt.text
     if content == "token_ids":
         return list(prompt.token_ids.ids)
-    if content == "chat":
-        chat = prompt.chat
-        return ChatPrompt(
-            messages=json_field(chat.messages_json, list, "messages"),
-            tools=json_field(chat.tools_json, list, "tools") or None,
-            add_generation_prompt=chat.add_generation_prompt,
-            continue_final_message=chat.continue_final_message,
-            template_kwargs=json_field(chat.template_kwargs_json, dict, "chat_template_kwargs"),
-        )
-    raise InvalidArgument("the prompt has none of text, token_ids and chat", "prompt")
+    return _conversation(prompt.chat) if content == "chat" else prompt.text
+
+
+def _conversation(chat: Chat) -> ChatPrompt:
+    return ChatPrompt(
+        messages=json_field(chat.messages_json, list, "messages"),
+        tools=json_field(chat.tools_json, list, "tools") or None,
+        add_generation_prompt=chat.add_generation_prompt,
+        continue_final_message=chat.continue_final_message,
+        template_kwargs=json_field(chat.template_kwargs_json, dict, "chat_template_kwargs"),
+    )
+
+
+def _describe(config: EngineConfig, prompts: PromptProcessor) -> Model:
+    tokenizer = prompts.optional_tokenizer
+    return Model(
+        id=config.model_name,
+        engine="v2",
+        created=int(time.time()),
+        max_length=prompts.limits.max_length,
+        vocab_size=prompts.limits.vocab_size,
+        has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
+        dtype=config.dtype,
+    )
 
 
 def _usage(usage: EngineUsage) -> Usage:

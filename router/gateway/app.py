@@ -7,6 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
+from mii.messages import check_model, check_request_id, new_request_id
 from mii.proto.inference_pb2 import ListModelsResponse
 from mii.router.gateway import chat, completions
 from mii.router.gateway.answer import respond
@@ -14,7 +15,6 @@ from mii.router.gateway.body import MAX_BODY_BYTES, json_response, read_object
 from mii.router.gateway.errors import error_response, http_error_response
 from mii.router.gateway.native import NativeRoutes
 from mii.router.relay import Relay
-from mii.router.requests import check_model, check_request_id, new_request_id
 from mii.status import known_error
 
 _MODELS_TIMEOUT = 5.0  # seconds

@@ -7,10 +7,10 @@ from typing import Any, Final
 
 from mii.engine.params import MAX_LOGPROBS
 from mii.errors import InvalidArgument
+from mii.messages import MAX_SEQUENCES
 from mii.proto.inference_pb2 import Prompt, SequenceDelta, TokenIds
 from mii.router.gateway.fields import Asked, flag, understand
 from mii.router.gateway.logprobs import CompletionLogprobs
-from mii.router.limits import MAX_SEQUENCES
 
 _FIELDS: Final = frozenset(("prompt", "echo", "logprobs", "best_of"))
 _DEFAULT_MAX_TOKENS: Final = 16

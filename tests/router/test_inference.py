@@ -28,7 +28,7 @@ from mii.proto.inference_pb2 import (
     SequenceDelta,
     TokenizeRequest,
 )
-from mii.router.limits import MAX_SEQUENCES
+from mii.messages import MAX_SEQUENCES
 from mii.status import error_of_call
 from tests.router.fake_worker import CONTEXT, MODEL, FakeWorker, WorkerThread
 from tests.router.router_process import RouterProcess
