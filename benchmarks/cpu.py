@@ -24,9 +24,11 @@ from mii.config import EngineConfig
 from mii.engine.build import build_generator
 from mii.engine.generator import Generator
 from mii.engine.params import check_params
+from mii.machine import Machine
 from mii.models.builtin import fetch_builtin
 from mii.models.checkpoint import default_cache
-from mii.strategy import resolve_engine
+from mii.models.progress import silent
+from mii.strategy import inspect_model, plan_engine
 
 VOCAB = 49152
 
@@ -186,7 +188,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
 
-    folder = fetch_builtin("smollm2", default_cache())
+    folder = fetch_builtin("smollm2", default_cache(), silent)
     torch.set_num_threads(options.threads)
     config = EngineConfig(
         model_path=str(folder),
@@ -198,7 +200,8 @@ def main() -> None:
         threads=options.threads,
         prefix_caching=False,
     )
-    contenders = Ours(build_generator(resolve_engine(config))), Transformers(folder)
+    plan = plan_engine(config, inspect_model(config), Machine.here())
+    contenders = Ours(build_generator(plan.engine)), Transformers(folder)
     for contender in contenders:
         contender.generate(random_prompts(2, 64, 5), [4, 4])
 

@@ -32,9 +32,10 @@ from mii.engine.params import SamplingParams
 from mii.engine.plan import PlannedSequence, StepPlan
 from mii.engine.sampler import SamplingState
 from mii.engine.scheduler import ScheduledRequest
+from mii.layers.rotary_spec import RopeKind, RotarySpec
 from mii.models.loader import RandomWeights, build_decoder
 from mii.models.policies.base import ParameterNames
-from mii.models.spec import Activation, DecoderSpec, LayerSpec, RopeKind, RotarySpec
+from mii.models.spec import Activation, DecoderSpec, LayerSpec
 from mii.parallel.group import SingleRank
 from mii.parallel.rank import Rank
 

@@ -159,8 +159,8 @@ class MIIPipeline:
         if streaming_fn is not None:
             if len(inputs) != 1:
                 raise InvalidArgument(
-                    f"streaming_fn takes exactly one prompt, and there are {len(inputs)}: call once "
-                    "for each",
+                    f"streaming_fn takes exactly one prompt, and there are {len(inputs)}: call "
+                    "once for each",
                     "prompts",
                 )
             for piece in self._stream(inputs[0], params):
@@ -276,6 +276,7 @@ def _inputs(
         )
     if messages is not None:
         return [ChatPrompt(messages)]
+    inputs: list[Any]
     inputs = [prompts] if isinstance(prompts, str) else list(prompts or prompt_token_ids or ())
     if not inputs:
         raise InvalidArgument("the list of prompts is empty: give at least one", "prompts")
@@ -283,7 +284,7 @@ def _inputs(
         wanted, kind = (str, "a string") if prompts is not None else (Sequence, "a list of ids")
         if not isinstance(prompt, wanted):
             raise InvalidArgument.of("prompts", prompt, kind)
-    return list(inputs)
+    return inputs
 
 
 def build_pipeline(config: EngineConfig, progress: Progress = silent) -> MIIPipeline:

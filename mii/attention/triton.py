@@ -70,7 +70,6 @@ class TritonAttention:
             batch.kv_slots,
         )
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        options = {"scale": layer.scale, "window": layer.window, "softcap": layer.softcap}
         if batch.decode_lengths is not None and len(batch.decode_lengths):
             decodes = len(batch.decode_lengths)
             longest = batch.block_tables.shape[1] * keys.shape[2]
@@ -82,7 +81,9 @@ class TritonAttention:
                 batch.decode_lengths,
                 output[:decodes],
                 parts=num_parts(decodes, keys.shape[1], longest, self._multiprocessors),
-                **options,
+                scale=layer.scale,
+                window=layer.window,
+                softcap=layer.softcap,
             )
         if batch.query_tiles is not None and len(batch.query_tiles[0]):
             attention_prefill(
@@ -94,6 +95,8 @@ class TritonAttention:
                 batch.context_lengths,
                 *batch.query_tiles,
                 output,
-                **options,
+                scale=layer.scale,
+                window=layer.window,
+                softcap=layer.softcap,
             )
         return output

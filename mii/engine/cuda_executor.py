@@ -275,7 +275,9 @@ class CUDAExecutor:
 
     def _take_in(self, plan: StepPlan, states: Sequence[SamplingState]) -> None:
         """Bring the plan's new blocks, and how new sequences draw, to the device."""
-        rows, columns, blocks = [], [], []
+        rows: list[int] = []
+        columns: list[int] = []
+        blocks: list[int] = []
         for s in plan.sequences:
             have = 0 if s.first else int(self._num_blocks[s.slot])
             rows += [s.slot] * len(s.new_blocks)
@@ -334,7 +336,7 @@ class CUDAExecutor:
         )
         contexts = starts + counts
         rows = (query_starts[1:] - 1)[[s.samples for s in sequences]]
-        lists = [query_starts, contexts, [s.slot for s in sequences], rows]
+        lists = [query_starts, contexts, np.array([s.slot for s in sequences]), rows]
         small = self._to_device(np.concatenate(lists).astype(np.int64))
         n = len(sequences)
         device_starts, device_contexts, slots, device_rows = small.split((n + 1, n, n, len(rows)))
@@ -356,7 +358,7 @@ class CUDAExecutor:
             host_context_lengths=tuple(contexts.tolist()),
         )
 
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         if self._device.type == "cpu":  # the tests', where kernels run in Triton's interpreter
             return tensor

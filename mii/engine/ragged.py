@@ -68,6 +68,6 @@ class RaggedBatchWrapper:
         self._block_tables[planned.slot, have:end] = planned.new_blocks
         self._num_blocks[planned.slot] = end
 
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)

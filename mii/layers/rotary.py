@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from mii.models.spec import RopeKind, RotarySpec
+from mii.layers.rotary_spec import RopeKind, RotarySpec
 
 
 class RotaryEmbedding:

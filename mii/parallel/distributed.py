@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from mii.parallel.links import PlanReceiver, PlanSender
 
@@ -25,11 +26,11 @@ class TorchDistributedGroup:
         self.rank = rank
         self.size = size
         if isinstance(link, PlanSender):
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             link.send(str(store.port).encode())
         else:
             port = int(link.receive() or b"0")
-            store = dist.TCPStore("127.0.0.1", port, is_master=False)
+            store = TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mii.errors import UnsupportedModel
-from mii.models.spec import DecoderSpec, RopeKind, RotarySpec
+from mii.layers.rotary_spec import RopeKind, RotarySpec
+from mii.models.spec import DecoderSpec
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ def rotary_spec(config: Any, parameters: Mapping[str, Any], rotary_dim: int) -> 
 
 def head_dim_of(config: Any) -> int:
     """Return the size of one attention head."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    stated = getattr(config, "head_dim", None)
+    return int(stated or config.hidden_size // config.num_attention_heads)
 
 
 def windows_of(config: Any) -> tuple[int | None, ...]:
