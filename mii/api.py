@@ -207,9 +207,15 @@ def client_of(record: DeploymentRecord) -> MIIClient:
 
 
 def find_deployment(name: str) -> DeploymentRecord | None:
-    """Return the running deployment of that name, or of the model of that name."""
+    """Return the running deployment of that name, or the one of default name of that model."""
     registry = Registry(default_cache())
-    return registry.find(name) or registry.find(default_deployment_name(model_name_of(name)))
+    record = registry.find(name)
+    if record is None:
+        record = registry.find(default_deployment_name(model_name_of(name)))
+        folder = os.path.realpath(os.path.expanduser(name))
+        if record is not None and os.path.isdir(folder):  # it may be another folder of that name
+            return record if record.config.engine.model_path == folder else None
+    return record
 
 
 def configure_deployment(
@@ -220,11 +226,19 @@ def configure_deployment(
     Raises:
         InvalidArgument, ModelError, DeploymentError: for what cannot work.
     """
-    config = replace(deployment_config(values, where), cache_path=str(default_cache()))
+    config = deployment_config(values, where)
     other = Registry(default_cache()).find(config.deployment_name)
     if other is not None and other.state != "stopping":
-        raise name_taken(other)
-    config = replace(config, engine=locate(config.engine, show))
+        raise name_taken(other)  # rather now than when the model has been fetched
+    return complete_deployment(config, show)
+
+
+def complete_deployment(
+    config: DeploymentConfig, show: ShowProgress
+) -> tuple[DeploymentConfig, Plan]:
+    """Find the model of a checked configuration, and choose all sizes."""
+    engine = locate(config.engine, show)
+    config = replace(config, engine=engine, cache_path=str(default_cache()))
     return plan_deployment(config, Machine.here())
 
 

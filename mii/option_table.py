@@ -178,6 +178,7 @@ OPTIONS: tuple[Option, ...] = (
         "deployment_name",
         Text("a name", 200),
         "what the deployment is called; mii.client(name) finds it",
+        "name",
         default="the model's name with -mii-deployment",
     ),
     _deployment(
