@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mii.api import build_hf_engine, client, mii_query_handle, pipeline, serve
-    from mii.client import AsyncMIIClient, MIIClient
+    from mii.async_client import AsyncMIIClient
+    from mii.client import MIIClient
     from mii.errors import DeploymentNotFoundError, MIIError, UnknownArgument
     from mii.response import Response
 
@@ -30,7 +31,7 @@ _HOMES = {
     "mii_query_handle": "mii.api",
     "build_hf_engine": "mii.api",
     "MIIClient": "mii.client",
-    "AsyncMIIClient": "mii.client",
+    "AsyncMIIClient": "mii.async_client",
     "Response": "mii.response",
     "MIIError": "mii.errors",
     "UnknownArgument": "mii.errors",

@@ -1,42 +1,44 @@
-"""The Python clients of a deployment."""
+"""The Python client of a deployment."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
+import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
-from mii.engine.params import check_params
-from mii.errors import DeploymentError, InvalidArgument, MIIError
+from mii.errors import Cancelled, DeploymentError, InvalidArgument, ServiceError, Unavailable
+from mii.generation import (
+    Messages,
+    Prompts,
+    StreamedAnswer,
+    TokenIds,
+    WholeAnswers,
+    check_timeout,
+    generation_request,
+    text_prompt,
+    token_ids,
+)
+from mii.proto.inference_pb2 import DetokenizeRequest, GenerateRequest, TokenizeRequest
 from mii.response import Response
 
 if TYPE_CHECKING:
     import grpc
 
-    from mii.proto.inference_pb2 import GenerateRequest, SequenceDelta
+# gRPC is imported with the first connection: it takes as long as all the rest of `import mii`.
 
-_TERMINATE_SECONDS: Final = 15.0  # until a deployment that was told to end must be gone
-_CONNECT_SECONDS: Final = 10.0
+_TERMINATE_SECONDS: Final = 10.0  # until a deployment that was told to end must be gone
+_POLL_SECONDS: Final = 0.05
 
-Prompts = str | Sequence[str] | None
-TokenIds = Sequence[Sequence[int]] | None
-Messages = Sequence[Mapping[str, Any]] | None
+StreamingFunction = Callable[[list[Response]], object]
 
 
-class MIIClient:
-    """Asks a deployment. Works in scripts, in several threads at once, and inside an event loop
-    (which it blocks while it waits: AsyncMIIClient does not).
-
-    Args:
-        address: host:port of the router.
-        deployment_name: for messages.
-        rest_address: host:port of the REST gateway, if there is one.
-        wait_until_gone: called after `terminate_server`; returns when nothing is left.
-    """
+class DeploymentClient:
+    """What clients of both kinds know of the deployment that they ask."""
 
     def __init__(
         self,
@@ -46,34 +48,83 @@ class MIIClient:
         rest_address: str | None = None,
         wait_until_gone: Callable[[], None] | None = None,
     ) -> None:
+        """Connect at the first call.
+
+        Args:
+            address: host:port of the router.
+            deployment_name: for messages.
+            rest_address: host:port of the REST gateway, if there is one.
+            wait_until_gone: called by `terminate_server`; returns when nothing is left. Without it,
+                the deployment counts as gone when nobody listens at the address any more.
+
+        Raises:
+            InvalidArgument: if the address has no port.
+        """
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise InvalidArgument.of("address", address, "host:port, such as localhost:50050")
         self.address = address
         self.deployment_name = deployment_name
         self.rest_address = rest_address
-        self._wait_until_gone = wait_until_gone
-        self._lock = threading.Lock()
-        self._channel: grpc.Channel | None = None
-        self._process = os.getpid()
-        self._terminated = False
+        self.wait_until_gone = wait_until_gone or self._wait_until_closed
+        self.terminated = False
 
     def __repr__(self) -> str:
-        return f"MIIClient({self.address!r}, deployment_name={self.deployment_name!r})"
+        return f"{type(self).__name__}({self._name})"
 
-    def __call__(
-        self,
-        prompts: Prompts = None,
-        streaming_fn: Callable[[list[Response]], None] | None = None,
-        **params: Any,
-    ) -> list[Response] | None:
-        """See `generate`."""
-        return self.generate(prompts, streaming_fn, **params)
+    @property
+    def _name(self) -> str:
+        name = f"deployment {self.deployment_name!r} at " if self.deployment_name else ""
+        return name + self.address
+
+    def refuse_if_terminated(self) -> None:
+        """Refuse a call to a deployment that this client has ended."""
+        if self.terminated:
+            raise Unavailable(f"{self._name} has been terminated")
+
+    def error_of(self, error: grpc.RpcError) -> Exception:
+        """Return the error of ours that a failed call tells of."""
+        from mii.status import ERROR_KEY, error_of_call
+
+        call: Any = error
+        failure = error_of_call(error)
+        ours = any(key == ERROR_KEY for key, _ in call.trailing_metadata() or ())
+        if isinstance(failure, Unavailable) and not ours:  # gRPC's own words
+            return Unavailable(f"{self._name} cannot be reached: {failure}")
+        return failure
+
+    def _wait_until_closed(self) -> None:
+        host, _, port = self.address.rpartition(":")
+        deadline = time.monotonic() + _TERMINATE_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), timeout=1).close()
+            except OSError:
+                return
+            time.sleep(_POLL_SECONDS)
+        raise DeploymentError(
+            f"{self._name} was told to end, and still listens after {_TERMINATE_SECONDS:g} seconds"
+        )
+
+
+class MIIClient(DeploymentClient):
+    """Asks a deployment. May be used from several threads at once, and inside an event loop, which
+    it blocks while it waits (AsyncMIIClient does not)."""
+
+    _channel: grpc.Channel | None = None
+    _process: int | None = None  # that has made the channel
+
+    def __init__(self, address: str, **facts: Any) -> None:
+        super().__init__(address, **facts)
+        self._lock = threading.Lock()
 
     def generate(
         self,
-        prompts: Prompts = None,
-        streaming_fn: Callable[[list[Response]], None] | None = None,
+        prompts: Prompts | None = None,
+        streaming_fn: StreamingFunction | None = None,
         *,
-        prompt_token_ids: TokenIds = None,
-        messages: Messages = None,
+        prompt_token_ids: TokenIds | None = None,
+        messages: Messages | None = None,
         timeout: float | None = None,
         **params: Any,
     ) -> list[Response] | None:
@@ -83,65 +134,74 @@ class MIIClient:
             prompts: one prompt or several.
             streaming_fn: called with a list of one Response for each piece of the answer to the
                 only prompt; then nothing is returned.
-            prompt_token_ids: token ids in place of prompts.
-            messages: a conversation in place of prompts.
-            timeout: seconds after which the call is given up, on the server too.
-            params: sampling parameters.
+            prompt_token_ids: in place of prompts: ids of one prompt, or of several.
+            messages: in place of prompts: a conversation, [{"role": "user", "content": ...}, ...].
+            timeout: seconds after which the call is given up, here and in the deployment.
+            params: sampling parameters, such as max_new_tokens, temperature and stop.
 
         Returns:
             One Response for each prompt (and each of its `n` answers), in order.
 
         Raises:
             InvalidArgument: for a prompt or parameter that is not allowed.
-            ServiceError: if no answer came.
+            ServiceError: if no answer came: Unavailable, DeadlineExceeded, ...
         """
-        request = _request(prompts, prompt_token_ids, messages, params)
+        streams = streaming_fn is not None
+        request = generation_request(prompts, prompt_token_ids, messages, params, stream=streams)
+        seconds = check_timeout(timeout)
         if streaming_fn is not None:
-            for piece in self._stream(request, timeout):
+            for piece in self._stream(request, seconds):
                 streaming_fn([piece])
             return None
-        answers = _Answers(request)
-        with self._errors():
-            for message in self._stub().Generate(request, timeout=timeout):
-                for delta in message.deltas:
-                    answers.add(delta)
-        return answers.all()
+        answers = WholeAnswers(request)
+        for message in self._messages(request, seconds):
+            answers.add(message)
+        return answers.responses()
+
+    __call__ = generate
 
     def stream(
         self,
         prompt: str | None = None,
         *,
-        prompt_token_ids: Sequence[int] | None = None,
-        messages: Messages = None,
+        prompt_token_ids: TokenIds | None = None,
+        messages: Messages | None = None,
         timeout: float | None = None,
         **params: Any,
     ) -> Iterator[Response]:
         """Iterate over the pieces of the answer to one prompt; `str()` of each is its text.
 
-        Closing the iterator early ends the generation. Arguments and errors are `generate`'s.
+        The last one has the finish reason, and the answer's length as `generated_length`. Closing
+        the iterator early ends the generation. Arguments and errors are those of `generate`.
         """
-        ids = None if prompt_token_ids is None else [prompt_token_ids]
-        return self._stream(_request(prompt, ids, messages, params), timeout)
+        request = generation_request(prompt, prompt_token_ids, messages, params, stream=True)
+        return self._stream(request, check_timeout(timeout))
 
-    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text."""
-        from mii.proto.inference_pb2 import Prompt, TokenizeRequest
+    def tokenize(
+        self, text: str, add_special_tokens: bool = True, *, timeout: float | None = None
+    ) -> list[int]:
+        """Return the token ids of a text, by default with the special tokens of a prompt."""
+        request = tokenize_request(text, add_special_tokens)
+        return list(self._ask("Tokenize", request, timeout).ids)
 
-        request = TokenizeRequest(prompt=Prompt(text=text), add_special_tokens=add_special_tokens)
-        with self._errors():
-            return list(self._stub().Tokenize(request).ids)
-
-    def detokenize(self, ids: Sequence[int]) -> str:
+    def detokenize(
+        self,
+        ids: Sequence[int],
+        keep_special_tokens: bool = False,
+        *,
+        timeout: float | None = None,
+    ) -> str:
         """Return the text of token ids."""
-        from mii.proto.inference_pb2 import DetokenizeRequest
-
-        with self._errors():
-            return str(self._stub().Detokenize(DetokenizeRequest(ids=list(ids))).text)
+        request = detokenize_request(ids, keep_special_tokens)
+        return str(self._ask("Detokenize", request, timeout).text)
 
     def terminate_server(self) -> None:
-        """End the deployment; return when it is gone. The second time, and if it is gone already,
-        nothing happens."""
-        if self._terminated:
+        """End the deployment; return when it is gone. If it is gone already, nothing happens.
+
+        Raises:
+            DeploymentError: if something of it does not end.
+        """
+        if self.terminated:
             return
         import grpc
         from google.protobuf.empty_pb2 import Empty
@@ -152,60 +212,83 @@ class MIIClient:
         try:
             stub.Terminate(Empty(), timeout=_TERMINATE_SECONDS)
         except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                from mii.status import error_of_call
-
-                raise error_of_call(error) from None
-        self._terminated = True
-        if self._wait_until_gone is not None:
-            self._wait_until_gone()
-        else:
-            self._wait_until_closed()
+            failure = self.error_of(error)
+            if not isinstance(failure, Unavailable):
+                raise failure from None
+        self.wait_until_gone()
+        self.terminated = True
         self.close()
 
     def close(self) -> None:
-        """Close the connection; the deployment lives on."""
+        """Close the connection. The deployment lives on, and a further call connects again."""
         with self._lock:
             channel, self._channel = self._channel, None
-        if channel is not None:
+        if channel is not None and self._process == os.getpid():
             channel.close()
 
-    def _wait_until_closed(self) -> None:
-        """Wait until nobody listens at the address any more."""
-        import socket
+    def __enter__(self) -> MIIClient:
+        return self
 
-        host, _, port = self.address.rpartition(":")
-        until = time.monotonic() + _TERMINATE_SECONDS
-        while time.monotonic() < until:
-            try:
-                socket.create_connection((host.strip("[]"), int(port)), timeout=1).close()
-            except OSError:
-                return
-            time.sleep(0.05)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
 
     def _stream(self, request: GenerateRequest, timeout: float | None) -> Iterator[Response]:
-        request.stream = True
-        _check_streamable(request)
-        answer = _Answers(request)
-        with self._errors():
-            call = self._stub().Generate(request, timeout=timeout)
-            try:
-                for message in call:
-                    for delta in message.deltas:
-                        yield answer.piece(delta)
-            finally:
-                call.cancel()
+        answer = StreamedAnswer()
+        with contextlib.closing(self._messages(request, timeout)) as messages:
+            for message in messages:
+                yield from answer.pieces(message)
 
-    def _stub(self) -> Any:
+    def _messages(self, request: GenerateRequest, timeout: float | None) -> Any:
+        """Iterate over the messages of a Generate call."""
+        import grpc
+
         from mii.proto.inference_pb2_grpc import InferenceStub
 
-        return InferenceStub(self._open_channel())
+        with self._connected():
+            call: Any = InferenceStub(self._open_channel()).Generate(request, timeout=timeout)
+        try:
+            yield from call
+        except grpc.RpcError as error:
+            raise self.error_of(error) from None
+        finally:
+            call.cancel()
+
+    def _ask(self, method: str, request: Any, timeout: float | None) -> Any:
+        """Call a method that has one answer."""
+        import grpc
+
+        from mii.proto.inference_pb2_grpc import InferenceStub
+
+        seconds = check_timeout(timeout)
+        try:
+            with self._connected():
+                return getattr(InferenceStub(self._open_channel()), method)(
+                    request, timeout=seconds
+                )
+        except grpc.RpcError as error:
+            raise self.error_of(error) from None
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[None]:
+        self.refuse_if_terminated()
+        try:
+            yield
+        except ValueError as error:  # what gRPC says of a channel that another thread has closed
+            if "closed channel" not in str(error):
+                raise
+            raise Cancelled("this client has been closed") from None
 
     def _open_channel(self) -> grpc.Channel:
-        if os.getpid() != self._process:
-            raise DeploymentError(
-                "this client was made in another process, and its connection does not work in a "
-                f"forked one: make a new one here, with mii.client({self.address!r})"
+        if self._channel is not None and self._process != os.getpid():
+            raise ServiceError(
+                f"this client of {self._name} is connected by process {self._process}, and "
+                f"connections do not survive a fork: make a client of its own in process "
+                f"{os.getpid()}, with mii.client({self.deployment_name or self.address!r})"
             )
         with self._lock:
             if self._channel is None:
@@ -213,232 +296,16 @@ class MIIClient:
 
                 from mii.channel import channel_options
 
+                self._process = os.getpid()
                 self._channel = grpc.insecure_channel(self.address, options=channel_options())
             return self._channel
 
-    @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Raise failed calls as errors of ours."""
-        import grpc
 
-        from mii.status import error_of_call
-
-        try:
-            yield
-        except grpc.RpcError as error:
-            raise error_of_call(error) from None
+def tokenize_request(text: str, add_special_tokens: bool) -> TokenizeRequest:
+    """Return the request for a text's ids."""
+    return TokenizeRequest(prompt=text_prompt("text", text), add_special_tokens=add_special_tokens)
 
 
-class AsyncMIIClient:
-    """Asks a deployment with coroutines. Belongs to the event loop that first uses it.
-
-    Args:
-        address: host:port of the router.
-    """
-
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self._channel: Any = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    async def generate(
-        self,
-        prompts: Prompts = None,
-        *,
-        prompt_token_ids: TokenIds = None,
-        messages: Messages = None,
-        timeout: float | None = None,
-        **params: Any,
-    ) -> list[Response]:
-        """Answer prompts. See `MIIClient.generate`."""
-        request = _request(prompts, prompt_token_ids, messages, params)
-        answers = _Answers(request)
-        with _aio_errors():
-            async for message in self._stub().Generate(request, timeout=timeout):
-                for delta in message.deltas:
-                    answers.add(delta)
-        return answers.all()
-
-    __call__ = generate
-
-    async def stream(
-        self,
-        prompt: str | None = None,
-        *,
-        prompt_token_ids: Sequence[int] | None = None,
-        messages: Messages = None,
-        timeout: float | None = None,
-        **params: Any,
-    ) -> AsyncIterator[Response]:
-        """Iterate over the pieces of the answer to one prompt. See `MIIClient.stream`."""
-        ids = None if prompt_token_ids is None else [prompt_token_ids]
-        request = _request(prompt, ids, messages, params)
-        request.stream = True
-        _check_streamable(request)
-        answer = _Answers(request)
-        with _aio_errors():
-            call = self._stub().Generate(request, timeout=timeout)
-            try:
-                async for message in call:
-                    for delta in message.deltas:
-                        yield answer.piece(delta)
-            finally:
-                call.cancel()
-
-    async def terminate_server(self) -> None:
-        """End the deployment; return when it is gone."""
-        await asyncio.to_thread(MIIClient(self.address).terminate_server)
-        await self.close()
-
-    async def close(self) -> None:
-        """Close the connection; the deployment lives on."""
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            await channel.close()
-
-    def _stub(self) -> Any:
-        from mii.proto.inference_pb2_grpc import InferenceStub
-
-        loop = asyncio.get_running_loop()
-        if self._channel is None:
-            from grpc import aio
-
-            from mii.channel import channel_options
-
-            self._channel = aio.insecure_channel(self.address, options=channel_options())
-            self._loop = loop
-        elif self._loop is not loop:
-            raise DeploymentError(
-                "this AsyncMIIClient belongs to another event loop: make one in each"
-            )
-        return InferenceStub(self._channel)
-
-
-@contextlib.contextmanager
-def _aio_errors() -> Iterator[None]:
-    import grpc
-
-    from mii.status import error_of_call
-
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise error_of_call(error) from None
-
-
-class _Answers:
-    """The answers of one call, as they come."""
-
-    def __init__(self, request: GenerateRequest) -> None:
-        self._choices = request.sampling.n if request.sampling.HasField("n") else 1
-        self._count = len(request.prompts) * self._choices
-        self._done: dict[int, Response] = {}
-        self._prompt_length = 0
-        self._generated = 0
-
-    def add(self, delta: SequenceDelta) -> None:
-        """Take a whole answer in."""
-        index = delta.prompt_index * self._choices + delta.choice_index
-        self._done[index] = Response(
-            generated_text=delta.text,
-            prompt_length=delta.usage.prompt_tokens,
-            generated_length=delta.usage.completion_tokens,
-            finish_reason=delta.finish_reason,
-            token_ids=list(delta.token_ids),
-            logprobs=[_logprobs(each) for each in delta.logprobs],
-        )
-
-    def piece(self, delta: SequenceDelta) -> Response:
-        """Return a piece of the only answer."""
-        self._generated += len(delta.token_ids)
-        self._prompt_length = delta.usage.prompt_tokens or self._prompt_length
-        return Response(
-            generated_text=delta.text,
-            prompt_length=self._prompt_length,
-            generated_length=self._generated,
-            finish_reason=delta.finish_reason or "none",
-            token_ids=list(delta.token_ids),
-            logprobs=[_logprobs(each) for each in delta.logprobs],
-        )
-
-    def all(self) -> list[Response]:
-        """Return the answers in the order of their prompts."""
-        missing = self._count - len(self._done)
-        if missing:
-            raise MIIError(f"the server ended the call with {missing} answers missing")
-        return [self._done[index] for index in range(self._count)]
-
-
-def _logprobs(message: Any) -> Any:
-    from mii.engine.plan import TokenLogprobs
-
-    top = tuple((each.token_id, each.logprob) for each in message.top)
-    return TokenLogprobs(message.sampled.logprob, top)
-
-
-def _request(
-    prompts: Prompts, token_ids: TokenIds, messages: Messages, params: Mapping[str, Any]
-) -> GenerateRequest:
-    from mii.messages import sampling_message
-    from mii.proto.inference_pb2 import GenerateRequest
-
-    values = {name: _plain(value) for name, value in params.items()}
-    values.pop("stream", None)  # DeepSpeed-MII's; the call itself says whether it streams
-    return GenerateRequest(
-        prompts=_prompts(prompts, token_ids, messages),
-        sampling=sampling_message(check_params(values, "generate()")),
-    )
-
-
-def _prompts(prompts: Prompts, token_ids: TokenIds, messages: Messages) -> list[Any]:
-    import json
-
-    from mii.proto.inference_pb2 import Chat, Prompt
-    from mii.proto.inference_pb2 import TokenIds as TokenIdsMessage
-
-    if sum(given is not None for given in (prompts, token_ids, messages)) != 1:
-        raise InvalidArgument(
-            "give exactly one of prompts, prompt_token_ids and messages", "prompts"
-        )
-    if messages is not None:
-        chat = Chat(messages_json=json.dumps(list(messages)), add_generation_prompt=True)
-        return [Prompt(chat=chat)]
-    if token_ids is not None:
-        return [Prompt(token_ids=TokenIdsMessage(ids=_ids(ids))) for ids in token_ids] or _none()
-    texts = [prompts] if isinstance(prompts, str) else list(prompts or ())
-    for text in texts:
-        if not isinstance(text, str):
-            raise InvalidArgument.of("prompts", text, "a string or a list of strings")
-    # Protobuf strings are UTF-8, which has no lone surrogates.
-    return [Prompt(text=text.encode("utf-8", "replace").decode()) for text in texts] or _none()
-
-
-def _none() -> list[Any]:
-    raise InvalidArgument("the list of prompts is empty: give at least one", "prompts")
-
-
-def _ids(ids: object) -> list[int]:
-    allowed = "lists of token ids, 0 to 2147483647 each"
-    try:
-        plain = [int(i) for i in ids]  # type: ignore[attr-defined]
-    except (TypeError, ValueError):
-        raise InvalidArgument.of("prompt_token_ids", ids, allowed) from None
-    if any(not 0 <= i < 2**31 for i in plain):
-        raise InvalidArgument.of("prompt_token_ids", ids, allowed)
-    return plain
-
-
-def _plain(value: object) -> object:
-    """Return numpy's and torch's scalars as Python's own."""
-    item = getattr(value, "item", None)
-    return item() if item is not None and getattr(value, "shape", None) == () else value
-
-
-def _check_streamable(request: GenerateRequest) -> None:
-    choices = request.sampling.n if request.sampling.HasField("n") else 1
-    if len(request.prompts) != 1 or choices != 1:
-        raise InvalidArgument(
-            f"streaming takes one prompt with n = 1, and there are {len(request.prompts)} prompts "
-            f"with n = {choices}: call once for each",
-            "prompts",
-        )
+def detokenize_request(ids: Sequence[int], keep_special_tokens: bool) -> DetokenizeRequest:
+    """Return the request for the text of ids."""
+    return DetokenizeRequest(ids=token_ids("ids", ids), keep_special_tokens=keep_special_tokens)

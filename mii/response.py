@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mii.engine.plan import TokenLogprobs
 
 
 class GenerationFinishReason(StrEnum):
@@ -21,10 +25,10 @@ class Response:
 
     generated_text: str
     prompt_length: int  # tokens
-    generated_length: int  # tokens of the answer so far
-    finish_reason: str  # "stop", "length", or "none" for a piece of a stream that goes on
+    generated_length: int  # tokens of the answer; in a stream, so far
+    finish_reason: str  # one of GenerationFinishReason's
     token_ids: list[int] = field(default_factory=list)  # of this text
-    logprobs: list[Any] = field(default_factory=list)  # one for each of token_ids, if asked for
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each token, if asked for
 
     def __str__(self) -> str:
         return self.generated_text
@@ -32,20 +36,10 @@ class Response:
     __repr__ = __str__
 
     def to_msg_dict(self) -> dict[str, Any]:
-        """Return the fields of DeepSpeed-MII's message for this."""
-        return {
-            "response": self.generated_text,
-            "finish_reason": str(self.finish_reason),
-            "prompt_tokens": self.prompt_length,
-            "generated_tokens": self.generated_length,
-        }
+        """Return the fields by name, as DeepSpeed-MII does."""
+        return asdict(self)
 
     @staticmethod
-    def from_msg_dict(message: dict[str, Any]) -> Response:
-        """Build a response of the fields of DeepSpeed-MII's message."""
-        return Response(
-            generated_text=message["response"],
-            prompt_length=message["prompt_tokens"],
-            generated_length=message["generated_tokens"],
-            finish_reason=message["finish_reason"],
-        )
+    def from_msg_dict(msg: Mapping[str, Any]) -> Response:
+        """Return the response whose fields are given by name."""
+        return Response(**msg)
