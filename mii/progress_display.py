@@ -11,32 +11,25 @@ if TYPE_CHECKING:
 
 
 class ProgressDisplay:
-    """A progress callback that draws one line for each replica, and removes them at the end.
+    """A progress callback: on a terminal one line for each replica, removed at the end; in a
+    notebook a plain line for each thing that begins; elsewhere nothing.
 
-    Where output is no terminal and no notebook it draws nothing. rich is imported with the first
-    line that is drawn.
+    rich is imported with the first line that is drawn.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
         self._progress: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
-        self._visible = self._stream.isatty() or "ipykernel" in sys.modules
+        self._shown = ""
 
     def __call__(self, what: str, fraction: float | None) -> None:
         """Show what is going on; a prefix "replica 1: " chooses the line."""
-        if not self._visible:
-            return
-        if self._progress is None:
-            self._progress = self._start()
-        prefix, separator, rest = what.partition(": ")
-        line, text = (prefix, rest) if separator and prefix.startswith("replica ") else ("", what)
-        if line not in self._tasks:
-            self._tasks[line] = self._progress.add_task("")
-        done = {"total": None} if fraction is None else {"total": 1.0, "completed": fraction}
-        self._progress.update(
-            self._tasks[line], description=f"{prefix + ': ' if line else ''}{text}", **done
-        )
+        if self._stream.isatty():
+            self._draw(what, fraction)
+        elif "ipykernel" in sys.modules and what != self._shown:
+            self._shown = what
+            print(what, file=self._stream)
 
     def __enter__(self) -> ProgressDisplay:
         return self
@@ -49,6 +42,20 @@ class ProgressDisplay:
     ) -> None:
         if self._progress is not None:
             self._progress.stop()
+
+    def _draw(self, what: str, fraction: float | None) -> None:
+        if self._progress is None:
+            self._progress = self._start()
+        prefix, separator, _ = what.partition(": ")
+        line = prefix if separator and prefix.startswith("replica ") else ""
+        if line not in self._tasks:
+            self._tasks[line] = self._progress.add_task("")
+        self._progress.update(
+            self._tasks[line],
+            description=what,
+            total=None if fraction is None else 1.0,
+            completed=fraction or 0.0,
+        )
 
     def _start(self) -> Progress:
         from rich.console import Console

@@ -27,7 +27,6 @@ from mii.registry import DeploymentRecord, Registry
 from tests.system.leftovers import Belongings, no_new_children, socket_files
 
 FAKE = "tests.system.fake_supervisor"
-FREE = "free"  # a marker: take any port
 
 
 @pytest.fixture(autouse=True)
@@ -178,7 +177,7 @@ def test_a_worker_whose_port_is_taken_takes_another(tmp_path: Path) -> None:
         (
             "hang",
             DeploymentError,
-            ["1 seconds", "startup_timeout", "worker 1.0 (reading weights)", "logs"],
+            ["5 seconds", "startup_timeout", "worker 1.0 (reading weights)", "logs"],
         ),
     ],
 )
@@ -187,7 +186,7 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(
 ) -> None:
     config = config_of(tmp_path, {"1.0": behaviour}, replica_num=2)
     if behaviour == "hang":
-        config = replace(config, startup_timeout=1.0)
+        config = replace(config, startup_timeout=5.0)  # a router under load takes seconds
     with no_new_children(), pytest.raises(kind) as caught:
         start_deployment(config, Progress(), FAKE)
     assert type(caught.value) is kind
@@ -228,7 +227,7 @@ def test_a_host_name_that_nobody_knows(tmp_path: Path) -> None:
         start(tmp_path, host="no-such-host.invalid")
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "0.0.0.0", "::1", "::"])
+@pytest.mark.parametrize("host", ["localhost", "0.0.0.0", "::1", "::"])
 def test_hosts(host: str, tmp_path: Path) -> None:
     if ":" in host and not has_ipv6():
         pytest.skip("this machine has no IPv6")
@@ -342,13 +341,12 @@ import sys
 from pathlib import Path
 from mii.config import DeploymentConfig
 from mii.launch import start_attached, start_deployment
-from tests.test_deployment import FAKE
 
 start = start_attached if sys.argv[1] == "attached" else start_deployment
 running = start(
     DeploymentConfig.from_json(sys.stdin.readline()),
     lambda what, fraction: print(what, flush=True),
-    FAKE,
+    "tests.system.fake_supervisor",
 )
 print("started", flush=True)
 sys.stdin.readline()

@@ -45,7 +45,8 @@ def main() -> None:
         case "die":
             os.kill(os.getpid(), signal.SIGKILL)
         case "hang":
-            time.sleep(60)
+            stopped.wait(60)
+            sys.exit(0)
         case "hold the lock":
             channel.send(Progress("holding the lock"))
             sum(range(10**12))  # in C, without ever letting another thread run
