@@ -61,7 +61,7 @@ def test_generate(foreground: DeploymentRecord) -> None:
         for line in run("generate", "tiny", "abc", "de", "--json", *greedy).splitlines()
     ]
     assert [answer["prompt"] for answer in both] == ["abc", "de"]
-    assert both[0]["response"] + "\n" == alone and both[0]["generated_tokens"] == 8
+    assert both[0]["generated_text"] + "\n" == alone and both[0]["generated_length"] == 8
 
 
 def test_rest_answers_where_it_says(foreground: DeploymentRecord) -> None:
@@ -132,6 +132,6 @@ def test_a_model_that_is_served_for_one_command(
     other = shutil.copytree(tiny_model, tmp_path / tiny_model.name)
     with no_new_children():
         answer = run("generate", str(other), "abc", "--max-new-tokens", "4", "--json")
-    assert json.loads(answer)["generated_tokens"] == 4
+    assert json.loads(answer)["generated_length"] == 4
     assert Registry(cache).all() == [foreground]
     assert [path.name for path in (cache / "logs").iterdir() if "process" in path.name] == []
