@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Final
 
 import grpc
 import pytest
 
 from mii.channel import server_options
+
+# Of HTTP/2 (RFC 9113), section 6. A frame: length, type, flags, stream, payload.
+_PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_SETTINGS: Final = b"\0\0\0\4\0\0\0\0\0"
+_PING: Final = b"\0\0\x08\6\0\0\0\0\0"
+_PING_TYPE, _GOAWAY_TYPE, _ACK = 6, 7, 1
 
 
 async def test_two_servers_never_share_a_port() -> None:
@@ -22,22 +28,28 @@ async def test_two_servers_never_share_a_port() -> None:
     await second.stop(None)
 
 
-async def hang(request: bytes, context: Any) -> bytes:
-    await asyncio.sleep(60)
-    return b""
+async def until_acknowledged(reader: asyncio.StreamReader, payload: bytes) -> None:
+    """Read frames until the server has answered a ping, which it refuses with GOAWAY."""
+    while True:
+        header = await reader.readexactly(9)
+        content = await reader.readexactly(int.from_bytes(header[:3]))
+        assert header[3] != _GOAWAY_TYPE, content
+        if header[3] == _PING_TYPE and header[4] & _ACK and content == payload:
+            return
 
 
-async def test_a_call_that_waits_long_outlives_its_pings() -> None:
-    faster = {"grpc.http2.min_ping_interval_without_data_ms": 10}  # in place of 5000
+async def test_clients_may_ping_often_and_without_calls() -> None:
+    faster = {"grpc.http2.min_ping_interval_without_data_ms": 1}  # in place of seconds
     options = [(name, faster.get(name, value)) for name, value in server_options()]
     server = grpc.aio.server(options=options)
-    handler = grpc.unary_unary_rpc_method_handler(hang)
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("s", {"m": handler})])
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    pings = [("grpc.keepalive_time_ms", 50), ("grpc.http2.max_pings_without_data", 0)]
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=pings) as channel:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await channel.unary_unary("/s/m")(b"", timeout=1)
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED  # and not: too many pings
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(_PREFACE + _SETTINGS)
+    for number in range(10):
+        await asyncio.sleep(0.005)  # longer than the interval
+        payload = number.to_bytes(8)
+        writer.write(_PING + payload)
+        await until_acknowledged(reader, payload)
+    writer.close()
     await server.stop(None)
