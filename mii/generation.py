@@ -86,7 +86,7 @@ def check_timeout(timeout: object) -> float | None:
         return None
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
         raise InvalidArgument.of("timeout", timeout, "a positive number of seconds, or None")
-    return min(float(seconds), 1e9)  # beyond that, C-core's clock overflows
+    return float(min(seconds, 1e9))  # beyond that, C-core's clock overflows
 
 
 class WholeAnswers:

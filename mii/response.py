@@ -41,5 +41,12 @@ class Response:
 
     @staticmethod
     def from_msg_dict(msg: Mapping[str, Any]) -> Response:
-        """Return the response whose fields are given by name."""
-        return Response(**msg)
+        """Return the response whose fields `to_msg_dict` gave, perhaps by way of JSON."""
+        logprobs = [_logprobs(each) for each in msg.get("logprobs", ())]
+        return Response(**{**msg, "logprobs": logprobs})
+
+
+def _logprobs(fields: Mapping[str, Any]) -> TokenLogprobs:
+    from mii.engine.plan import TokenLogprobs  # imports NumPy
+
+    return TokenLogprobs(fields["sampled"], tuple((token, value) for token, value in fields["top"]))
