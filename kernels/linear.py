@@ -29,9 +29,31 @@ class PackedLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [rows, out] for x [rows, in]."""
-        if self._packed:
+        if not self._packed:
+            return F.linear(x, self._weight, self._bias)
+        if x.shape[0] <= _MOST_ROWS:
+            return self._padded(x)
+        return torch.cat([self._padded(part) for part in x.split(_MOST_ROWS)])
+
+    def _padded(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.shape[0]
+        size = _padded_rows(rows)
+        if size == rows:
             return _packed_linear(x, self._weight, self._bias)
-        return F.linear(x, self._weight, self._bias)
+        x = F.pad(x, (0, 0, 0, size - rows))
+        return _packed_linear(x, self._weight, self._bias)[:rows]
+
+
+# oneDNN compiles a program for every number of rows that it meets, and keeps it: 0.7 MB for each
+# and each shape of weight. So few numbers are used, and more rows are cut up.
+_MOST_ROWS = 256
+_STEPS = ((4, 1), (16, 4), (64, 8), (128, 16), (256, 32))  # up to so many rows, in steps of so many
+
+
+def _padded_rows(rows: int) -> int:
+    """Return the number of rows that a product of `rows` rows is computed with."""
+    step = next(step for limit, step in _STEPS if rows <= limit)
+    return -(-rows // step) * step
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor:
