@@ -109,7 +109,8 @@ class DeploymentClient:
 
 class MIIClient(DeploymentClient):
     """Asks a deployment. May be used from several threads at once, and inside an event loop, which
-    it blocks while it waits (AsyncMIIClient does not)."""
+    it blocks while it waits (AsyncMIIClient does not). A forked process makes a client of its own;
+    gRPC does not survive a fork in the middle of a call, so fork before or after it, or spawn."""
 
     _channel: grpc.Channel | None = None
     _process: int | None = None  # that has made the channel

@@ -93,7 +93,8 @@ async def test_leaving_a_stream_ends_the_generation(gated: ServedWorker) -> None
 async def test_a_task_that_is_cancelled_ends_the_generation(
     gated: ServedWorker, streams: bool
 ) -> None:
-    function = [].append if streams else None
+    pieces: list[Response] = []
+    function = pieces.extend if streams else None
     async with AsyncMIIClient(gated.address) as client:
         task = asyncio.ensure_future(client("abc", streaming_fn=function, temperature=0))
         await asyncio.to_thread(gated.until_step, 1)
