@@ -229,8 +229,8 @@ class EngineLoop:
                 if self._generator.has_work:
                     self._step()
         except BaseException as error:
-            words = f"the engine has failed: {type(error).__name__}: {error}"
-            self._tell(self.fail_calls, InternalError(words))
+            kind = "" if isinstance(error, MIIError) else f"{type(error).__name__}: "
+            self._tell(self.fail_calls, InternalError(f"the engine has failed: {kind}{error}"))
             raise
 
     def _take_commands(self) -> bool:
