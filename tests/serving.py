@@ -54,6 +54,7 @@ class ServedWorker:
             self.model.open.set()
         generator = fake_generator(model=self.model, max_length=max_length, **options)
         self.stats: Callable[[], EngineStats] = generator.stats
+        self.prompts = generator.prompts
         self._thread = LoopThread()
         self.engine = EngineLoop(generator, self._thread.loop)
         config = EngineConfig("/m", "/m", MODEL, dtype="float32")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -23,7 +25,7 @@ from mii.proto.inference_pb2 import (
     TokenizeRequest,
 )
 from mii.status import ERROR_KEY, FIELD_KEY
-from tests.fakes import EOS, VOCAB, continuation
+from tests.fakes import EOS, VOCAB, ByteTokenizer, continuation
 from tests.serving import MODEL, ServedWorker
 from tests.workers.conftest import StartWorker
 
@@ -238,6 +240,34 @@ def test_a_full_engine_takes_all_of_a_call_or_nothing(start_worker: StartWorker)
     worker.model.open.set()
     assert sum(len(delta.token_ids) for message in first for delta in message.deltas) == 40
     worker.until_idle()
+
+
+class BlockedTokenizer(ByteTokenizer):
+    """Has long texts wait."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.may_go_on = threading.Event()
+
+    def encode(
+        self, text: str, add_special_tokens: bool = True, *, limit: int | None = None
+    ) -> list[int]:
+        if len(text) > 100:
+            self.asked.set()
+            assert self.may_go_on.wait(10)
+        return super().encode(text, add_special_tokens, limit=limit)
+
+
+def test_other_calls_go_on_while_a_long_text_is_tokenised(start_worker: StartWorker) -> None:
+    worker = start_worker()
+    worker.prompts.optional_tokenizer = tokenizer = BlockedTokenizer()
+    with ThreadPoolExecutor(1) as threads:
+        long = threads.submit(deltas_of, worker, asked("x" * 101, max_new_tokens=1))
+        assert tokenizer.asked.wait(10)
+        assert len(deltas_of(worker, asked("abc", stream=True, max_new_tokens=9))) > 0
+        assert not long.done()
+        tokenizer.may_go_on.set()
+        assert len(long.result(10)) == 1
 
 
 def test_messages_may_be_large(worker: ServedWorker) -> None:
