@@ -20,6 +20,7 @@ from mii.errors import (
     Overloaded,
     Unavailable,
 )
+from mii.messages import MAX_SEQUENCES
 from mii.proto.inference_pb2 import (
     DetokenizeRequest,
     GenerateRequest,
@@ -28,7 +29,6 @@ from mii.proto.inference_pb2 import (
     SequenceDelta,
     TokenizeRequest,
 )
-from mii.messages import MAX_SEQUENCES
 from mii.status import error_of_call
 from tests.router.fake_worker import CONTEXT, MODEL, FakeWorker, WorkerThread
 from tests.router.router_process import RouterProcess
