@@ -114,6 +114,14 @@ async def test_what_waits_for_a_slow_reader_is_merged() -> None:
         await anext(call)
 
 
+async def test_what_a_step_gives_a_call_comes_together() -> None:
+    call = EngineCall(3, whole=False)
+    call.deliver(0, delta("a", 1))
+    call.deliver(1, delta("b", 2, "stop"))
+    call.deliver(2, delta("c", 3))
+    assert sorted(piece.index for piece in await anext(call)) == [0, 1, 2]
+
+
 async def test_whole_answers_wake_nobody_before_they_have_ended() -> None:
     call = EngineCall(2, whole=True)
     reading = asyncio.ensure_future(anext(call))
