@@ -29,6 +29,7 @@ def gated_activation(gate_up: torch.Tensor, activation: ActivationName) -> torch
     """Compute `gated_activation_reference`."""
     if gate_up.is_cuda:
         from mii.kernels.activation_triton import gated_activation_cuda
+        from mii.kernels.early_launch import can_launch_early
 
-        return gated_activation_cuda(gate_up, activation)
+        return gated_activation_cuda(gate_up, activation, early=can_launch_early(gate_up.device))
     return gated_activation_reference(gate_up, activation)

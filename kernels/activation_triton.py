@@ -7,14 +7,22 @@ import triton
 import triton.language as tl
 
 from mii.kernels.activation import ActivationName
+from mii.kernels.early_launch import launch_options, let_next_start, wait_for_earlier
 
 _BLOCK = 1024
 
 
 @triton.jit
 def _gated_kernel(
-    gate_up_ptr, output_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr
+    gate_up_ptr,
+    output_ptr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    let_next_start(EARLY)
+    wait_for_earlier(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < SIZE
@@ -31,13 +39,25 @@ def _gated_kernel(
     tl.store(output_ptr + row * SIZE + columns, active.to(gate.dtype) * up, mask=mask)
 
 
-def gated_activation_cuda(gate_up: torch.Tensor, activation: ActivationName) -> torch.Tensor:
-    """Compute `gated_activation_reference` for a contiguous [tokens, 2 * size]."""
+def gated_activation_cuda(
+    gate_up: torch.Tensor, activation: ActivationName, *, early: bool = False
+) -> torch.Tensor:
+    """Compute `gated_activation_reference` for a contiguous [tokens, 2 * size].
+
+    Args:
+        early: launch early, see `mii.kernels.early_launch`
+    """
     tokens, double = gate_up.shape
     size = double // 2
     output = torch.empty((tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
         _gated_kernel[(tokens, triton.cdiv(size, _BLOCK))](
-            gate_up, output, SIZE=size, BLOCK=_BLOCK, KIND=activation, num_warps=4
+            gate_up,
+            output,
+            SIZE=size,
+            BLOCK=_BLOCK,
+            KIND=activation,
+            num_warps=4,
+            **launch_options(early),
         )
     return output

@@ -1,16 +1,21 @@
 """Attention of single query tokens over the blocked cache, split over the keys.
 
-Flash-Decoding (Dao et al., 2023): each program attends over one part of a sequence's keys, and a
-second kernel joins the parts by their log-sum-exp.
+Flash-Decoding (Dao et al., 2023): each program attends over one part of a sequence's keys. The
+program that ends last of a sequence's joins the parts by their log-sum-exp. Which parts there are
+is decided on the device from the true lengths, once a step: so one long sequence among short ones
+is spread over the whole GPU, and a step can be a CUDA graph.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
+
+from mii.kernels.early_launch import launch_options, let_next_start, wait_for_earlier
 
 
 def attention_decode_reference(
@@ -30,8 +35,7 @@ def attention_decode_reference(
         query: [sequences, heads, head_dim]
         key_cache, value_cache: [blocks, kv_heads, block_size, head_dim]
         block_tables: int [sequences, blocks of the longest]
-        context_lengths: int [sequences], the query's own key included; 0: no query, and what the
-            kernel leaves in the output means nothing (here: zeros)
+        context_lengths: int [sequences], the query's own key included; 0: no query, zeros
         scale: factor on q . k
         window: keys seen at most; None: all
         softcap: c in c * tanh(score / c)
@@ -55,15 +59,181 @@ def attention_decode_reference(
     return output.to(query.dtype)
 
 
+# What the device decides of a part: a row of as many int32.
+_PART_FIELDS = tl.constexpr(8)  # sequence, begin, end, its sequence's first part, parts, length
+
+
 @triton.jit
-def _attend_part_kernel(
+def _plan_kernel(
+    length_ptr,
+    part_ptr,
+    arrived_ptr,
+    sequences,
+    max_parts,
+    num_counters,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    WANTED: tl.constexpr,
+    SEQUENCES_PADDED: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    let_next_start(EARLY)
+    wait_for_earlier(EARLY)
+    sequence = tl.arange(0, SEQUENCES_PADDED)
+    is_sequence = sequence < sequences
+    length = tl.load(length_ptr + sequence, mask=is_sequence, other=0)
+    first = length * 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0) // TILE * TILE
+    tiles = tl.cdiv(length - first, TILE)
+    share = tl.maximum(tl.cdiv(tl.sum(tiles, 0), WANTED), 1)
+    # A sequence up to a quarter longer than a share is not worth cutting.
+    parts = tl.cdiv(tl.maximum(tiles - share // 4, 1), share)
+    size = tl.maximum(tl.cdiv(tiles, parts), 1)
+    parts = tl.where(is_sequence, tl.maximum(tl.cdiv(tiles, size), 1), 0)
+    first_part = tl.cumsum(parts, 0) - parts
+    for number in range(0, tl.max(parts, 0)):
+        row = part_ptr + (first_part + number) * _PART_FIELDS
+        begin = first + number * size * TILE
+        is_part = number < parts
+        tl.store(row, sequence, is_part)
+        tl.store(row + 1, begin, is_part)
+        tl.store(row + 2, tl.minimum(begin + size * TILE, length), is_part)
+        tl.store(row + 3, first_part, is_part)
+        tl.store(row + 4, parts, is_part)
+        tl.store(row + 5, length, is_part)
+    for start in range(tl.sum(parts, 0), max_parts, SEQUENCES_PADDED):
+        unused = start + sequence
+        tl.store(part_ptr + unused * _PART_FIELDS, -1, unused < max_parts)
+    for start in range(0, num_counters, SEQUENCES_PADDED):
+        tl.store(arrived_ptr + start + sequence, 0, start + sequence < num_counters)
+
+
+@dataclass(frozen=True)
+class DecodeWork:
+    """How the sequences of one step are cut into parts, and where parts leave their results."""
+
+    parts: torch.Tensor  # int32 [max_parts, 8]; a negative sequence stands for no part
+    arrived: torch.Tensor  # int32 [sequences, kv_heads], parts that have ended
+    results: torch.Tensor  # fp32 [max_parts, heads, head_dim]
+    lse: torch.Tensor  # fp32 [max_parts, heads], log2 of the sum of exponentials
+    window: int | None
+    tile: int
+
+
+def wanted_parts(kv_heads: int, multiprocessors: int) -> int:
+    """Return into how many parts all sequences together are cut, for each head of keys.
+
+    About four programs for each multiprocessor keep its memory pipes full.
+    """
+    return min(128, max(1, 4 * multiprocessors // kv_heads))
+
+
+def plan_decode(
+    context_lengths: torch.Tensor,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    window: int | None = None,
+    wanted: int = 1,
+    tile: int = 64,
+    early: bool = False,
+) -> DecodeWork:
+    """Cut the sequences into parts of about equal length; all layers of a step share the result.
+
+    Args:
+        context_lengths: int32 [sequences], see `attention_decode_reference`
+        window: as the layers have it that will use this
+        wanted: see `wanted_parts`
+        tile: keys that a program takes at a time; parts are made of whole tiles
+        early: launch early, see `mii.kernels.early_launch`
+    """
+    device = context_lengths.device
+    sequences = len(context_lengths)
+    max_parts = sequences + wanted
+    work = DecodeWork(
+        parts=torch.empty((max_parts, _PART_FIELDS.value), dtype=torch.int32, device=device),
+        arrived=torch.empty((sequences, kv_heads), dtype=torch.int32, device=device),
+        results=torch.empty((max_parts, heads, head_dim), dtype=torch.float32, device=device),
+        lse=torch.empty((max_parts, heads), dtype=torch.float32, device=device),
+        window=window,
+        tile=tile,
+    )
+    _plan_kernel[(1,)](
+        context_lengths,
+        work.parts,
+        work.arrived,
+        sequences,
+        max_parts,
+        work.arrived.numel(),
+        WINDOW=window or 0,
+        TILE=tile,
+        WANTED=wanted,
+        SEQUENCES_PADDED=max(32, triton.next_power_of_2(sequences)),
+        num_warps=4,
+        **launch_options(early),
+    )
+    return work
+
+
+@triton.jit
+def _join_parts(
+    result_ptr,
+    lse_ptr,
+    output_ptr,
+    first_part,
+    parts,
+    first_head,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Write the attention of one group of heads: its parts, each weighted by its sum."""
+    dims = tl.arange(0, DIM_PADDED)
+    heads = tl.arange(0, GROUP_PADDED)
+    in_group = heads < GROUP
+    in_head = dims < HEAD_DIM
+    greatest = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_PADDED], tl.float32)
+    result = tl.zeros([GROUP_PADDED, DIM_PADDED], tl.float32)
+    for start in range(0, parts, AT_ONCE):
+        number = start + tl.arange(0, AT_ONCE)
+        rows = (first_part + number)[:, None] * HEADS + first_head + heads[None, :]
+        is_part = (number < parts)[:, None] & in_group[None, :]
+        # Past the first-level cache: other multiprocessors wrote these.
+        lse = tl.load(lse_ptr + rows, is_part, other=float("-inf"), cache_modifier=".cg")
+        offsets = rows.to(tl.int64)[:, :, None] * HEAD_DIM + dims[None, None, :]
+        mask = is_part[:, :, None] & in_head[None, None, :]
+        values = tl.load(result_ptr + offsets, mask, other=0.0, cache_modifier=".cg")
+        new_greatest = tl.maximum(greatest, tl.max(lse, 0))
+        safe = tl.where(new_greatest == float("-inf"), 0.0, new_greatest)
+        weights = tl.exp2(lse - safe[None, :])
+        shrink = tl.exp2(greatest - safe)
+        total = total * shrink + tl.sum(weights, 0)
+        result = result * shrink[:, None] + tl.sum(values * weights[:, :, None], 0)
+        greatest = new_greatest
+    result = result / tl.where(total > 0.0, total, 1.0)[:, None]
+    tl.store(
+        output_ptr + heads[:, None] * HEAD_DIM + dims[None, :],
+        result.to(output_ptr.dtype.element_ty),
+        in_group[:, None] & in_head[None, :],
+    )
+
+
+@triton.jit
+def _attend_kernel(
     query_ptr,
     key_ptr,
     value_ptr,
     table_ptr,
-    length_ptr,
     output_ptr,
     part_ptr,
+    arrived_ptr,
+    result_ptr,
     lse_ptr,
     scale_log2e,
     softcap,
@@ -73,45 +243,50 @@ def _attend_part_kernel(
     HAS_SOFTCAP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
     GROUP_PADDED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
-    PARTS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    sequence = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    part = tl.program_id(2)
-    length = tl.load(length_ptr + sequence)
-    if length == 0:
+    kv_head = tl.program_id(0)
+    part = tl.program_id(1)
+    let_next_start(EARLY)
+    wait_for_earlier(EARLY)
+    fields = part_ptr + part * _PART_FIELDS
+    sequence = tl.load(fields)
+    begin = tl.load(fields + 1)
+    end = tl.load(fields + 2)
+    first_part = tl.load(fields + 3)
+    parts = tl.load(fields + 4)
+    length = tl.load(fields + 5)
+    if sequence < 0:
         return
+    sequence = sequence.to(tl.int64)
 
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(length - WINDOW, 0) // TILE * TILE
-    tiles = tl.cdiv(length - first, TILE)
-    tiles_per_part = tl.cdiv(tiles, PARTS)
-    begin = first + part * tiles_per_part * TILE
-    end = tl.minimum(begin + tiles_per_part * TILE, length)
-
-    heads = tl.arange(0, GROUP_PADDED)
+    heads = tl.arange(0, ROWS)
     dims = tl.arange(0, DIM_PADDED)
     columns = tl.arange(0, TILE)
     in_head = dims < HEAD_DIM
     in_group = heads < GROUP
-    head = kv_head * GROUP + heads
-
+    first_head = kv_head * GROUP
+    in_result = in_group[:, None] & in_head[None, :]
     query = tl.load(
-        query_ptr + sequence.to(tl.int64) * query_stride + head[:, None] * HEAD_DIM + dims[None, :],
-        mask=in_group[:, None] & in_head[None, :],
+        query_ptr
+        + sequence * query_stride
+        + (first_head + heads)[:, None] * HEAD_DIM
+        + dims[None, :],
+        mask=in_result,
         other=0.0,
     )
-    greatest = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP_PADDED], tl.float32)
-    result = tl.zeros([GROUP_PADDED, DIM_PADDED], tl.float32)
+    greatest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    result = tl.zeros([ROWS, DIM_PADDED], tl.float32)
 
-    table = table_ptr + sequence.to(tl.int64) * table_stride
+    table = table_ptr + sequence * table_stride
     for start in range(begin, end, TILE):
         position = start + columns
         seen = position < end
@@ -145,66 +320,28 @@ def _attend_part_kernel(
         result = tl.dot(weights.to(value.dtype), value, result, input_precision="ieee")
         greatest = new_greatest
 
-    mask = in_group[:, None] & in_head[None, :]
-    if PARTS == 1:
-        divisor = tl.where(total > 0.0, total, 1.0)
-        out = result / divisor[:, None]
-        rows = (sequence.to(tl.int64) * KV_HEADS * GROUP + head) * HEAD_DIM
+    divisor = tl.where(total > 0.0, total, 1.0)
+    result = result / divisor[:, None]
+    output = output_ptr + (sequence * KV_HEADS + kv_head) * GROUP * HEAD_DIM
+    if parts == 1:
         tl.store(
-            output_ptr + rows[:, None] + dims[None, :], out.to(output_ptr.dtype.element_ty), mask
+            output + heads[:, None] * HEAD_DIM + dims[None, :],
+            result.to(output_ptr.dtype.element_ty),
+            in_result,
         )
     else:
-        rows = (sequence.to(tl.int64) * KV_HEADS * GROUP + head) * PARTS + part
-        divisor = tl.where(total > 0.0, total, 1.0)
-        tl.store(
-            part_ptr + rows[:, None] * HEAD_DIM + dims[None, :], result / divisor[:, None], mask
-        )
-        lse = tl.where(total > 0.0, greatest + tl.log2(divisor), float("-inf"))
-        tl.store(lse_ptr + rows, lse, in_group)
-
-
-@triton.jit
-def _join_parts_kernel(
-    part_ptr,
-    lse_ptr,
-    output_ptr,
-    length_ptr,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM_PADDED: tl.constexpr,
-    PARTS: tl.constexpr,
-    PARTS_PADDED: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    if tl.load(length_ptr + row // HEADS) == 0:
-        return
-    dims = tl.arange(0, DIM_PADDED)
-    parts = tl.arange(0, PARTS_PADDED)
-    in_head = dims < HEAD_DIM
-    is_part = parts < PARTS
-    lse = tl.load(lse_ptr + row * PARTS + parts, mask=is_part, other=float("-inf"))
-    greatest = tl.max(lse, 0)
-    safe = tl.where(greatest == float("-inf"), 0.0, greatest)
-    weights = tl.exp2(lse - safe)
-    total = tl.sum(weights, 0)
-    offsets = (row * PARTS + parts)[:, None] * HEAD_DIM + dims[None, :]
-    mask = is_part[:, None] & in_head[None, :]
-    values = tl.load(part_ptr + offsets, mask=mask, other=0.0)
-    result = tl.sum(values * weights[:, None], 0) / tl.where(total > 0.0, total, 1.0)
-    tl.store(
-        output_ptr + row * HEAD_DIM + dims, result.to(output_ptr.dtype.element_ty), mask=in_head
-    )
-
-
-def num_parts(sequences: int, kv_heads: int, max_context: int, multiprocessors: int) -> int:
-    """Return into how many parts each sequence's keys are split.
-
-    About four programs for each multiprocessor keep its memory pipes full; parts of less than 128
-    keys cost more to join than they save. A power of two: each number is a kernel of its own.
-    """
-    wanted = 4 * multiprocessors // max(1, sequences * kv_heads)
-    limit = max(1, min(wanted, max_context // 128, 32))
-    return 1 << (limit.bit_length() - 1)
+        rows = part.to(tl.int64) * KV_HEADS * GROUP + first_head + heads
+        tl.store(result_ptr + rows[:, None] * HEAD_DIM + dims[None, :], result, in_result)
+        tl.store(lse_ptr + rows, greatest + tl.log2(divisor), in_group)
+        tl.debug_barrier()  # all of this program's results, before it says that it has ended
+        counter = arrived_ptr + sequence * KV_HEADS + kv_head
+        ended = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        if ended == parts - 1:
+            tl.store(counter, 0)  # for the next layer
+            _join_parts(
+                result_ptr, lse_ptr, output, first_part, parts, first_head, KV_HEADS * GROUP,
+                GROUP, GROUP_PADDED, HEAD_DIM, DIM_PADDED, AT_ONCE,
+            )  # fmt: skip
 
 
 def attention_decode(
@@ -212,72 +349,57 @@ def attention_decode(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     block_tables: torch.Tensor,
-    context_lengths: torch.Tensor,
+    work: DecodeWork,
     output: torch.Tensor,
     *,
     scale: float,
-    window: int | None = None,
     softcap: float | None = None,
-    parts: int = 1,
-    tile: int = 64,
     warps: int = 4,
     stages: int = 3,
+    early: bool = False,
 ) -> None:
     """Compute `attention_decode_reference` into `output`; nothing depends on host-side lengths.
 
     Args:
         query: [sequences, heads, head_dim], heads contiguous; rows may be part of a wider tensor
+        work: from `plan_decode` over the context lengths and with the layer's window
         output: [sequences, heads, head_dim], contiguous
-        parts: see `num_parts`
-        tile, warps, stages: launch settings
+        warps, stages: launch settings
+        early: launch early, see `mii.kernels.early_launch`
     """
     sequences, heads, head_dim = query.shape
-    blocks, kv_heads, page, _ = key_cache.shape
+    _, kv_heads, page, _ = key_cache.shape
     group = heads // kv_heads
     if sequences == 0:
         return
-    part = lse = output
-    if parts > 1:
-        size = (sequences, heads, parts)
-        part = torch.empty((*size, head_dim), dtype=torch.float32, device=query.device)
-        lse = torch.empty(size, dtype=torch.float32, device=query.device)
+    group_padded = triton.next_power_of_2(group)
     dim_padded = triton.next_power_of_2(head_dim)
-    _attend_part_kernel[(sequences, kv_heads, parts)](
+    _attend_kernel[(kv_heads, len(work.parts))](
         query,
         key_cache,
         value_cache,
         block_tables,
-        context_lengths,
         output,
-        part,
-        lse,
+        work.parts,
+        work.arrived,
+        work.results,
+        work.lse,
         scale * math.log2(math.e),
         softcap or 0.0,
         query.stride(0),
         block_tables.stride(0),
-        WINDOW=window or 0,
+        WINDOW=work.window or 0,
         HAS_SOFTCAP=softcap is not None,
         KV_HEADS=kv_heads,
         GROUP=group,
-        GROUP_PADDED=max(16, triton.next_power_of_2(group)),
+        ROWS=max(16, group_padded),
+        GROUP_PADDED=group_padded,
         HEAD_DIM=head_dim,
         DIM_PADDED=dim_padded,
         PAGE=page,
-        TILE=tile,
-        PARTS=parts,
+        TILE=work.tile,
+        AT_ONCE=max(1, min(16, 4096 // (group_padded * dim_padded))),
         num_warps=warps,
         num_stages=stages,
+        **launch_options(early),
     )
-    if parts > 1:
-        _join_parts_kernel[(sequences * heads,)](
-            part,
-            lse,
-            output,
-            context_lengths,
-            HEADS=heads,
-            HEAD_DIM=head_dim,
-            DIM_PADDED=dim_padded,
-            PARTS=parts,
-            PARTS_PADDED=triton.next_power_of_2(parts),
-            num_warps=2,
-        )

@@ -8,8 +8,14 @@ import torch
 
 from mii.attention.base import AttentionLayer, KVCacheShape, Rotary
 from mii.attention.batch import RaggedBatch
-from mii.kernels.attention_decode import attention_decode, num_parts
+from mii.kernels.attention_decode import (
+    DecodeWork,
+    attention_decode,
+    plan_decode,
+    wanted_parts,
+)
 from mii.kernels.attention_prefill import attention_prefill, prefill_rows, query_tiles
+from mii.kernels.early_launch import can_launch_early
 from mii.kernels.rotary_triton import prepare_attention
 
 
@@ -23,7 +29,9 @@ class TritonAttention:
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
         self._batch: RaggedBatch | None = None
+        self._work: dict[int | None, DecodeWork] = {}  # of this step, by window
         self._multiprocessors = 1
+        self._early = False
 
     def allocate(self, shape: KVCacheShape, dtype: torch.dtype, device: torch.device) -> None:
         size = (shape.num_blocks + 1, shape.num_kv_heads, shape.block_size, shape.head_dim)
@@ -34,11 +42,29 @@ class TritonAttention:
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
             self._multiprocessors = properties.multi_processor_count
+        self._early = can_launch_early(device)
 
     def plan(self, batch: RaggedBatch) -> None:
         if batch.decode_lengths is None and batch.query_tiles is None:
             batch = self._with_device_facts(batch)
         self._batch = batch
+        self._work = {}
+
+    def _decode_work(self, layer: AttentionLayer, lengths: torch.Tensor) -> DecodeWork:
+        """Return how this step's decodes are cut; planned by the first layer with its window."""
+        work = self._work.get(layer.window)
+        if work is None:
+            work = plan_decode(
+                lengths,
+                heads=layer.num_heads,
+                kv_heads=layer.num_kv_heads,
+                head_dim=layer.head_dim,
+                window=layer.window,
+                wanted=wanted_parts(layer.num_kv_heads, self._multiprocessors),
+                early=self._early,
+            )
+            self._work[layer.window] = work
+        return work
 
     def _with_device_facts(self, batch: RaggedBatch) -> RaggedBatch:
         """Add what the kernels read, for a batch that was laid out on the host."""
@@ -68,22 +94,21 @@ class TritonAttention:
             keys,
             values,
             batch.kv_slots,
+            early=self._early,
         )
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if batch.decode_lengths is not None and len(batch.decode_lengths):
             decodes = len(batch.decode_lengths)
-            longest = batch.block_tables.shape[1] * keys.shape[2]
             attention_decode(
                 query[:decodes],
                 keys,
                 values,
                 batch.block_tables[:decodes],
-                batch.decode_lengths,
+                self._decode_work(layer, batch.decode_lengths),
                 output[:decodes],
-                parts=num_parts(decodes, keys.shape[1], longest, self._multiprocessors),
                 scale=layer.scale,
-                window=layer.window,
                 softcap=layer.softcap,
+                early=self._early,
             )
         if batch.query_tiles is not None and len(batch.query_tiles[0]):
             attention_prefill(
@@ -98,5 +123,6 @@ class TritonAttention:
                 scale=layer.scale,
                 window=layer.window,
                 softcap=layer.softcap,
+                early=self._early,
             )
         return output

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -9,6 +12,17 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
+
+
+@contextmanager
+def nan_in_new_tensors() -> Iterator[None]:
+    """Have `torch.empty` give NaN, so that what a kernel forgets to write shows."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(1).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def make_cache(

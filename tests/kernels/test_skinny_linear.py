@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mii.kernels.linear_triton import SkinnySettings, skinny_linear
-from tests.kernels.cache import DEVICE, HALVES, TOLERANCE, error_of
+from mii.kernels.linear_triton import FewRowsSettings, OneRowSettings, skinny_linear
+from tests.kernels.cache import DEVICE, HALVES, TOLERANCE, error_of, nan_in_new_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 @pytest.mark.parametrize(
-    ("rows", "k", "n"), [(1, 64, 16), (3, 100, 50), (16, 300, 33), (8, 256, 40)]
+    ("rows", "k", "n"),
+    [(1, 64, 16), (1, 300, 35), (1, 40000, 3), (2, 100, 50), (16, 300, 33), (8, 256, 40)],
 )
 @pytest.mark.parametrize("kind", ["plain", "bias", "norm", "gemma", "residual", "gated"])
 def test_equals_plain_arithmetic(kind: str, rows: int, k: int, n: int, dtype: torch.dtype) -> None:
@@ -36,14 +37,21 @@ def test_equals_plain_arithmetic(kind: str, rows: int, k: int, n: int, dtype: to
         expected = torch.nn.functional.silu(gate) * up
     if kind == "residual":
         expected = expected + extra.double()
-    actual = skinny_linear(
-        x,
-        weight,
-        bias if kind == "bias" else None,
-        norm=(gain, 1e-5, offset) if normed else None,
-        residual=extra if kind == "residual" else None,
-        gated=kind == "gated",
-        settings=SkinnySettings(block_n=16, block_k=64, stages=2),
-    )
+    with nan_in_new_tensors():
+        actual = skinny_linear(
+            x,
+            weight,
+            bias if kind == "bias" else None,
+            norm=(gain, 1e-5, offset) if normed else None,
+            residual=extra if kind == "residual" else None,
+            gated=kind == "gated",
+            one_row=OneRowSettings(blocks=2),
+            few_rows=FewRowsSettings(block_k=64 if k < 1000 else 4096, stages=2),
+        )
     assert actual.shape == (rows, n)
     assert error_of(actual, expected) < TOLERANCE[dtype]
+
+
+def test_no_rows() -> None:
+    weight = torch.randn(8, 16, device=DEVICE)
+    assert skinny_linear(torch.randn(0, 16, device=DEVICE), weight).shape == (0, 8)
