@@ -28,7 +28,7 @@ class MixedSize:
     @property
     def tiles(self) -> int:
         """Tiles that any step of this size has at most."""
-        return self.tokens // self.tile_rows + MAX_CHUNKS
+        return self.tokens // self.tile_rows + min(MAX_CHUNKS, self.sequences)
 
     def fits(self, plan: StepPlan) -> bool:
         """Whether the step has no more of anything."""

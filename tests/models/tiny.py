@@ -49,6 +49,14 @@ _FACTORS = {
 
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
+    "llama-small": LlamaConfig(
+        **{
+            **SIZES,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+        }
+    ),
     "llama-tied": LlamaConfig(**{**SIZES, "tie_word_embeddings": True}),
     "llama-biases": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
     "llama-mha": LlamaConfig(**{**SIZES, "num_key_value_heads": 6}),
