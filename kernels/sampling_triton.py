@@ -1,8 +1,8 @@
 """Drawing the next token on a GPU, without a sort. `sampling.py` says what is drawn, and why so.
 
-Two passes over the logits. The first, for rows that filter, finds the least logit that top_k, top_p
-and min_p keep, by bisection over the ordered bits of fp32. The second adds the noise and takes the
-greatest. Ties with the least kept logit are all kept, where the reference takes the first of them.
+For rows that filter, `sampling_filter_triton.py` finds the least logit that is kept. Then the noise
+is added and the greatest taken. Ties with the least kept logit are all kept, where the reference
+takes the first of them.
 """
 
 from __future__ import annotations
@@ -11,93 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+from mii.kernels.sampling_filter_triton import find_thresholds, scaled_logits
+
 _BLOCK = 4096
-
-
-@triton.jit
-def _ordered(x):
-    """Map fp32 to uint32 in the same order."""
-    bits = x.to(tl.uint32, bitcast=True)
-    return tl.where(bits >> 31 != 0, ~bits, bits | 0x80000000)
-
-
-@triton.jit
-def _logits(row, columns, vocab, best, temperature):
-    x = tl.load(row + columns, mask=columns < vocab, other=float("-inf")).to(tl.float32)
-    x = tl.where(x != x, float("-inf"), x)
-    return tl.where(temperature > 0.0, (x - best) / tl.maximum(temperature, 1e-30), x)
-
-
-@triton.jit
-def _threshold_kernel(
-    logits_ptr,
-    slot_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    best_ptr,
-    threshold_ptr,
-    stride,
-    VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    index = tl.program_id(0)
-    slot = tl.load(slot_ptr + index)
-    temperature = tl.load(temperature_ptr + slot)
-    top_k = tl.load(top_k_ptr + slot)
-    top_p = tl.load(top_p_ptr + slot)
-    min_p = tl.load(min_p_ptr + slot)
-    row = logits_ptr + index.to(tl.int64) * stride
-    threshold = tl.full([], float("-inf"), tl.float32)
-    best = tl.full([], 0.0, tl.float32)
-    if temperature > 0.0:
-        greatest = tl.full([BLOCK], float("-inf"), tl.float32)
-        for start in range(0, VOCAB, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            x = tl.load(row + columns, mask=columns < VOCAB, other=float("-inf")).to(tl.float32)
-            greatest = tl.maximum(greatest, tl.where(x != x, float("-inf"), x))
-        best = tl.max(greatest, 0)
-        low = tl.full([], 0, tl.uint32)  # ordered bits of a logit that is kept for certain
-        if (top_k > 0) & (top_k < VOCAB):
-            bit = tl.full([], 0x80000000, tl.uint32)
-            for _ in range(32):
-                trial = low | bit
-                count = tl.zeros([BLOCK], tl.int32)
-                for start in range(0, VOCAB, BLOCK):
-                    columns = start + tl.arange(0, BLOCK)
-                    keys = _ordered(_logits(row, columns, VOCAB, best, temperature))
-                    count += ((keys >= trial) & (columns < VOCAB)).to(tl.int32)
-                low = tl.where(tl.sum(count, 0) >= top_k, trial, low)
-                bit = bit >> 1
-        if top_p < 1.0:
-            least = low
-            sums = tl.zeros([BLOCK], tl.float32)
-            for start in range(0, VOCAB, BLOCK):
-                columns = start + tl.arange(0, BLOCK)
-                x = _logits(row, columns, VOCAB, best, temperature)
-                sums += tl.where(_ordered(x) >= least, tl.exp(x), 0.0)
-            wanted = top_p * tl.sum(sums, 0)
-            low = tl.full([], 0, tl.uint32)
-            bit = tl.full([], 0x80000000, tl.uint32)
-            for _ in range(32):
-                trial = low | bit
-                sums = tl.zeros([BLOCK], tl.float32)
-                for start in range(0, VOCAB, BLOCK):
-                    columns = start + tl.arange(0, BLOCK)
-                    x = _logits(row, columns, VOCAB, best, temperature)
-                    keys = _ordered(x)
-                    sums += tl.where((keys >= trial) & (keys >= least), tl.exp(x), 0.0)
-                low = tl.where((tl.sum(sums, 0) >= wanted) & (trial <= 0x80000000), trial, low)
-                bit = bit >> 1
-            low = tl.maximum(low, least)
-        # The inverse of _ordered.
-        bits = tl.where(low >> 31 != 0, low & 0x7FFFFFFF, ~low)
-        threshold = tl.where(low == 0, float("-inf"), bits.to(tl.float32, bitcast=True))
-        if min_p > 0.0:
-            threshold = tl.maximum(threshold, tl.log(min_p))
-    tl.store(best_ptr + index, best)
-    tl.store(threshold_ptr + index, threshold)
 
 
 @triton.jit
@@ -148,10 +64,19 @@ def _greatest_kernel(
     temperature = tl.load(temperature_ptr + slot)
     columns = part * BLOCK + tl.arange(0, BLOCK)
     row = logits_ptr + index.to(tl.int64) * stride
-    best = tl.load(best_ptr + index)
-    x = _logits(row, columns, VOCAB, best, temperature)
+    best = 0.0
+    threshold = float("-inf")
     if temperature > 0.0:
+        best = tl.load(best_ptr + index)
         threshold = tl.load(threshold_ptr + index)
+        if tl.abs(best) == float("inf"):  # as if greedy
+            best = 0.0
+            temperature = 0.0
+            threshold = float("-inf")
+    x = scaled_logits(row, columns, VOCAB, best, temperature)
+    is_kept = x >= threshold
+    # Noise is dear, and few blocks have a token that is kept.
+    if (temperature > 0.0) & (tl.max(is_kept.to(tl.int32), 0) > 0):
         seed = tl.load(seed_ptr + slot)
         quarter: tl.constexpr = BLOCK // 4
         groups = (part * quarter + tl.arange(0, quarter)).to(tl.uint32)
@@ -160,7 +85,8 @@ def _greatest_kernel(
         choice = nothing + tl.load(choice_ptr + slot).to(tl.uint32)
         w0, w1, w2, w3 = tl.philox(seed, groups, position, choice, nothing)
         words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
-        x = tl.where(x >= threshold, x + _gumbel(words), float("-inf"))
+        x += _gumbel(words)
+    x = tl.where(is_kept, x, float("-inf"))
     value, place = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(value_ptr + index * parts + part, value)
     tl.store(token_ptr + index * parts + part, part * BLOCK + place)
@@ -212,27 +138,15 @@ def draw_tokens_cuda(
     rows, vocab = logits.shape
     parts = triton.cdiv(vocab, _BLOCK)
     device = logits.device
-    best = torch.empty(rows, dtype=torch.float32, device=device)
-    threshold = torch.empty(rows, dtype=torch.float32, device=device)
     values = torch.empty(rows * parts, dtype=torch.float32, device=device)
     tokens = torch.empty(rows * parts, dtype=torch.int32, device=device)
     output = torch.empty(rows, dtype=torch.int64, device=device)
     if rows == 0:
         return output
+    best = threshold = values  # not read where all are greedy
     if not greedy:
-        _threshold_kernel[(rows,)](
-            logits,
-            slots,
-            sampling.temperature,
-            sampling.top_k,
-            sampling.top_p,
-            sampling.min_p,
-            best,
-            threshold,
-            logits.stride(0),
-            VOCAB=vocab,
-            BLOCK=_BLOCK,
-            num_warps=16,
+        best, threshold = find_thresholds(
+            logits, slots, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
         )
     _greatest_kernel[(rows, parts)](
         logits,
