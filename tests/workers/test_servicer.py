@@ -131,6 +131,40 @@ def test_a_conversation_is_rendered_by_the_template(worker: ServedWorker) -> Non
     assert bytes(ids).decode() == rendered
 
 
+class RecordingTokenizer(ByteTokenizer):
+    """Keeps what a template would be rendered with."""
+
+    rendered: tuple[Any, ...] = ()
+
+    def render_chat(self, *values: Any, **named: Any) -> str:
+        self.rendered = (*values, named)
+        return "a"
+
+
+def test_the_template_gets_all_that_a_conversation_says(start_worker: StartWorker) -> None:
+    worker = start_worker()
+    worker.prompts.optional_tokenizer = tokenizer = RecordingTokenizer()
+    messages = [{"role": "assistant", "content": "hi"}]
+    full = Chat(
+        messages_json=json.dumps(messages),
+        tools_json='[{"name": "t"}]',
+        continue_final_message=True,
+        template_kwargs_json='{"k": [1]}',
+    )
+    expected = {
+        "tools": [{"name": "t"}],
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "template_kwargs": {"k": [1]},
+    }
+    worker.stub.Tokenize(TokenizeRequest(prompt=Prompt(chat=full)))
+    assert tokenizer.rendered == (messages, expected)
+    bare = Chat(messages_json=json.dumps(messages), add_generation_prompt=True)
+    worker.stub.Tokenize(TokenizeRequest(prompt=Prompt(chat=bare)))
+    absent: dict[str, Any] = {"tools": None, "continue_final_message": False, "template_kwargs": {}}
+    assert tokenizer.rendered == (messages, {**absent, "add_generation_prompt": True})
+
+
 def test_ids_go_in_and_out(worker: ServedWorker) -> None:
     answer = worker.stub.Tokenize(TokenizeRequest(prompt=Prompt(text="aé")))
     assert (list(answer.ids), answer.max_length) == ([97, 0xC3, 0xA9], 256)
