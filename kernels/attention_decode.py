@@ -293,15 +293,17 @@ def _attend_kernel(
         if WINDOW > 0:
             seen = seen & (position >= length - WINDOW)
         if PAGE >= TILE:
-            # A tile lies within one page: one look into the table.
+            # A tile lies within one page: one look into the table, and offsets that never change.
             page = tl.load(table + start // PAGE).to(tl.int64)
-            row = (page * KV_HEADS + kv_head) * PAGE + start % PAGE + columns
+            first = ((page * KV_HEADS + kv_head) * PAGE + start % PAGE) * HEAD_DIM
+            offsets = columns[:, None] * HEAD_DIM + dims[None, :]
         else:
             page = tl.load(table + position // PAGE, mask=position < end, other=0).to(tl.int64)
             row = (page * KV_HEADS + kv_head) * PAGE + position % PAGE
-        offsets = row[:, None] * HEAD_DIM + dims[None, :]
+            first = 0
+            offsets = row[:, None] * HEAD_DIM + dims[None, :]
         mask = seen[:, None] & in_head[None, :]
-        key = tl.load(key_ptr + offsets, mask=mask, other=0.0)
+        key = tl.load(key_ptr + first + offsets, mask=mask, other=0.0)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2e
         if HAS_SOFTCAP:
             # The scores carry log2(e): take it off, cap, put it on again.
@@ -315,7 +317,7 @@ def _attend_kernel(
         weights = tl.exp2(scores - safe[:, None])
         shrink = tl.exp2(greatest - safe)
         total = total * shrink + tl.sum(weights, 1)
-        value = tl.load(value_ptr + offsets, mask=mask, other=0.0)
+        value = tl.load(value_ptr + first + offsets, mask=mask, other=0.0)
         result = result * shrink[:, None]
         result = tl.dot(weights.to(value.dtype), value, result, input_precision="ieee")
         greatest = new_greatest
@@ -398,7 +400,7 @@ def attention_decode(
         DIM_PADDED=dim_padded,
         PAGE=page,
         TILE=work.tile,
-        AT_ONCE=max(1, min(16, 4096 // (group_padded * dim_padded))),
+        AT_ONCE=max(1, min(16, 2048 // (group_padded * dim_padded))),
         num_warps=warps,
         num_stages=stages,
         **launch_options(early),

@@ -96,22 +96,23 @@ def _attend_tile(
     else:
         key = tl.load(key_ptr + offsets)
         value = tl.load(value_ptr + offsets)
-    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2e
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+    scale = scale_log2e
     if HAS_SOFTCAP:
-        # The scores carry log2(e): take it off, cap, put it on again.
-        capped = scores * (0.6931471805599453 / softcap)
-        capped = 2.0 / (1.0 + tl.exp2(-2.885390081777927 * capped)) - 1.0
-        scores = capped * (softcap * 1.4426950408889634)
+        # tanh(x) = 2 / (1 + exp(-2 x)) - 1, and the cap in the scale's place.
+        scores = 2.0 / (1.0 + tl.exp2(scores * (scale_log2e / softcap * -2.0))) - 1.0
+        scale = softcap * 1.4426950408889634
     if MASKED:
         seen = key_position[None, :] <= position[:, None]
         if WINDOW > 0:
             seen = seen & (key_position[None, :] > position[:, None] - WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
-    new_greatest = tl.maximum(greatest, tl.max(scores, 1))
+    # Scaled after the maximum is taken, so that scaling and subtraction are one instruction.
+    new_greatest = tl.maximum(greatest, tl.max(scores, 1) * scale)
     safe = new_greatest
     if MASKED:
         safe = tl.where(new_greatest == float("-inf"), 0.0, new_greatest)
-    weights = tl.exp2(scores - safe[:, None])
+    weights = tl.exp2(scores * scale - safe[:, None])
     shrink = tl.exp2(greatest - safe)
     total = total * shrink + tl.sum(weights, 1)
     result = result * shrink[:, None]
@@ -198,6 +199,10 @@ def _prefill_kernel(
         )  # fmt: skip
 
     out = result / tl.where(total > 0.0, total, 1.0)[:, None]
+    # Computed anew from memory: kept through the loops, these would not leave registers enough.
+    rows = tl.load(tile_start_ptr + tile, volatile=True) + tl.arange(0, ROWS)
+    token = (query_start + rows).to(tl.int64)
+    is_row = rows < count
     tl.store(
         output_ptr + (token[:, None] * HEADS + head) * HEAD_DIM + dims[None, :],
         out.to(output_ptr.dtype.element_ty),
