@@ -63,7 +63,7 @@ def attention_decode_reference(
 _PART_FIELDS = tl.constexpr(8)  # sequence, begin, end, its sequence's first part, parts, length
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences", "max_parts", "num_counters"])
 def _plan_kernel(
     length_ptr,
     part_ptr,
