@@ -372,6 +372,11 @@ def attention_decode(
     sequences, heads, head_dim = query.shape
     _, kv_heads, page, _ = key_cache.shape
     group = heads // kv_heads
+    if sequences != len(work.arrived):
+        raise ValueError(
+            f"query has {sequences} sequences and work was planned for {len(work.arrived)}; "
+            "pass as many queries as context lengths were given to plan_decode"
+        )
     if sequences == 0:
         return
     group_padded = triton.next_power_of_2(group)
