@@ -21,7 +21,7 @@ from mii.kernels.attention_prefill import (
     attention_prefill_reference,
     query_tiles,
 )
-from mii.kernels.linear_triton import skinny_linear
+from mii.kernels.linear_triton import one_row_linear
 from mii.kernels.norm import rms_norm_reference
 from mii.kernels.norm_triton import rms_norm_cuda
 from mii.kernels.rotary import rotate_reference
@@ -88,14 +88,12 @@ def check_decode() -> float:
             for wanted in (1, 20):
                 work = plan_decode(
                     contexts, heads=kv_heads * group, kv_heads=kv_heads, head_dim=dim,
-                    window=window, wanted=wanted, early=True,
+                    window=window, wanted=wanted,
                 )  # fmt: skip
                 results = []
                 for _ in range(20):
                     results.append(poisoned(*query.shape, dtype=dtype))
-                    attention_decode(
-                        query, keys, values, tables, work, results[-1], early=True, **common
-                    )
+                    attention_decode(query, keys, values, tables, work, results[-1], **common)
                 assert all(torch.equal(results[0], result) for result in results), "a race"
                 worst = max(worst, error_of(results[0], expected) / limit)
     return worst
@@ -117,7 +115,7 @@ def check_prefill() -> float:
             ]
             output = poisoned(*query.shape, dtype=dtype)
             attention_prefill(
-                query, keys, values, tables, starts, contexts, *tiles, output, early=True, **options
+                query, keys, values, tables, starts, contexts, *tiles, output, **options
             )
             expected = attention_prefill_reference(
                 query, keys, values, tables, starts, contexts, **options
@@ -129,21 +127,18 @@ def check_prefill() -> float:
 def check_linear() -> float:
     worst = 0.0
     for dtype, limit in DTYPES.items():
-        for rows in (1, 3, 16):
-            for n, k in ((1000, 576), (512, 14336)):
-                x, residual, gain = (
-                    random(*shape, dtype=dtype) for shape in ((rows, k), (rows, n), (k,))
-                )
-                weight = (random(2 * n, k, dtype=torch.float32) * k**-0.5).to(dtype)
-                bias = random(n, dtype=dtype)
-                plain = skinny_linear(x, weight[:n], bias, residual=residual, early=True)
-                wide = x.double() @ weight.double().t()
-                expected = wide[:, :n] + bias.double() + residual.double()
-                worst = max(worst, error_of(plain, expected) / limit)
-                gated = skinny_linear(x, weight, norm=(gain, 1e-5, 0.0), gated=True, early=True)
-                normed = F.rms_norm(x.double(), (k,), gain.double(), 1e-5)
-                gate, up = (normed @ weight.double().t()).chunk(2, dim=-1)
-                worst = max(worst, error_of(gated, F.silu(gate) * up) / limit)
+        for n, k in ((1000, 576), (512, 14336)):
+            x, residual, gain = (random(*shape, dtype=dtype) for shape in ((1, k), (1, n), (k,)))
+            weight = (random(2 * n, k, dtype=torch.float32) * k**-0.5).to(dtype)
+            bias = random(n, dtype=dtype)
+            plain = one_row_linear(x, weight[:n], bias, residual=residual)
+            wide = x.double() @ weight.double().t()
+            expected = wide[:, :n] + bias.double() + residual.double()
+            worst = max(worst, error_of(plain, expected) / limit)
+            gated = one_row_linear(x, weight, norm=(gain, 1e-5, 0.0), gated=True)
+            normed = F.rms_norm(x.double(), (k,), gain.double(), 1e-5)
+            gate, up = (normed @ weight.double().t()).chunk(2, dim=-1)
+            worst = max(worst, error_of(gated, F.silu(gate) * up) / limit)
     return worst
 
 
@@ -155,10 +150,10 @@ def check_small() -> float:
                 random(*s, dtype=dtype) for s in ((rows, size), (rows, size), (size,))
             )
             expected = rms_norm_reference(residual + x, gain, 1e-5)
-            actual = rms_norm_cuda(x, residual, gain, 1e-5, 0.0, early=True)
+            actual = rms_norm_cuda(x, residual, gain, 1e-5, 0.0)
             worst = max(worst, error_of(actual, expected) / limit)
             gate_up = 3 * random(rows, 2 * size, dtype=dtype)
-            actual = gated_activation_cuda(gate_up, "silu", early=True)
+            actual = gated_activation_cuda(gate_up, "silu")
             expected = gated_activation_reference(gate_up.double(), "silu")
             worst = max(worst, error_of(actual, expected) / limit)
         for tokens in (3, 100):
@@ -178,9 +173,7 @@ def check_prepare(tokens: int, dtype: torch.dtype) -> float:
     caches = poisoned(2, 8, kv_heads, page, dim, dtype=dtype)
     slots = torch.randperm(8 * page, device="cuda")[:tokens]
     norms = (gains[0], gains[1])
-    actual = prepare_attention(
-        qkv, heads, rotary, norms, 1e-6, 0.0, caches[0], caches[1], slots, early=True
-    )
+    actual = prepare_attention(qkv, heads, rotary, norms, 1e-6, 0.0, caches[0], caches[1], slots)
     written = caches.transpose(2, 3).flatten(1, 2)[:, slots]
     pairs = ((actual, query), (written[0], key), (written[1], value))
     return max(error_of(*pair) for pair in pairs)

@@ -32,7 +32,7 @@ from benchmarks.gpu_timing import Measurements
 from mii.kernels.activation_triton import gated_activation_cuda
 from mii.kernels.attention_decode import attention_decode, plan_decode, wanted_parts
 from mii.kernels.attention_prefill import attention_prefill, query_tiles
-from mii.kernels.linear_triton import FewRowsSettings, OneRowSettings, skinny_linear
+from mii.kernels.linear_triton import OneRowSettings, one_row_linear
 from mii.kernels.norm_triton import rms_norm_cuda
 from mii.kernels.rotary_triton import prepare_attention
 from mii.kernels.sampling_triton import SlotSampling, draw_tokens_cuda
@@ -76,7 +76,7 @@ def time_decode(found: Measurements, lengths: list[int], case: str, copies: int)
         launches = [
             partial(
                 attention_decode, query, cache[0], cache[1], tables, work, output, scale=0.088,
-                warps=warps, stages=stages, early=True,
+                warps=warps, stages=stages,
             )
             for cache in caches
         ]  # fmt: skip
@@ -123,7 +123,7 @@ def prefill(found: Measurements) -> None:
             ]
             launch = partial(
                 attention_prefill, query, cache[0], cache[1], tables, starts, contexts, *tiles,
-                output, scale=0.088, rows=rows, tile=tile, warps=warps, stages=stages, early=True,
+                output, scale=0.088, rows=rows, tile=tile, warps=warps, stages=stages,
             )  # fmt: skip
             settings = {"rows": rows, "tile": tile, "warps": warps, "stages": stages}
             found.time("prefill", case, [launch] * 4, operations=work, settings=settings)
@@ -139,35 +139,24 @@ def prefill(found: Measurements) -> None:
 
 
 def linear(found: Measurements) -> None:
-    """Products of few rows, as they stand in a layer, beside cuBLAS without its surroundings."""
-    one_row = [OneRowSettings(n, b) for n, b in ((4, 1), (2, 1), (8, 1), (2, 4))]
-    few_rows = [
-        FewRowsSettings(*values)
-        for values in ((16, 256, 4, 4), (16, 256, 2, 4), (32, 256, 4, 3), (32, 128, 4, 4))
-    ]
+    """Products of one row, as they stand in a layer, beside cuBLAS without its surroundings."""
+    tried = [OneRowSettings(n, b) for n, b in ((4, 1), (2, 1), (8, 1), (2, 4))]
     for name, (n, k) in LINEARS.items():
         copies = max(2, int(4e8 // (n * k * 2)))
         weights = [random(n, k, scale=0.02) for _ in range(copies)]
-        gain = random(k)
         size = n * k * 2
-        for rows in (1, 2, 4, 8, 16):
-            x, residual = random(rows, k), random(rows, n)
-            case = f"{name}, {rows} rows"
-            theirs = [partial(F.linear, x, w) for w in weights]
-            found.time("cublas", case, theirs, bytes_read=size)
-            if name == "head" or (rows in (2, 4) and name != "o"):
-                continue  # compiled for 8 and 16 rows, too
-            around: dict[str, Any] = {"early": True}
-            if name in ("qkv", "gate_up"):
-                around |= {"norm": (gain, 1e-5, 0.0), "gated": name == "gate_up"}
-            else:
-                around["residual"] = residual
-            for settings in one_row if rows == 1 else few_rows:
-                around["one_row" if rows == 1 else "few_rows"] = settings
-                ours = [partial(skinny_linear, x, w, **around) for w in weights]
-                kind = "one_row" if rows == 1 else "few_rows"
-                found.time(kind, case, ours, bytes_read=size, settings=asdict(settings))
-    for kernel in ("one_row", "few_rows", "cublas"):
+        x, residual = random(1, k), random(1, n)
+        theirs = [partial(F.linear, x, w) for w in weights]
+        found.time("cublas", name, theirs, bytes_read=size)
+        if name == "head":
+            continue
+        around: dict[str, Any] = {"residual": residual}
+        if name in ("qkv", "gate_up"):
+            around = {"norm": (random(k), 1e-5, 0.0), "gated": name == "gate_up"}
+        for settings in tried:
+            ours = [partial(one_row_linear, x, w, settings=settings, **around) for w in weights]
+            found.time("one_row", name, ours, bytes_read=size, settings=asdict(settings))
+    for kernel in ("one_row", "cublas"):
         found.show(kernel)
 
 
@@ -177,16 +166,16 @@ def small(found: Measurements) -> None:
         copies = 4 if rows == 2048 else 16
         gain, residual = random(HIDDEN), random(rows, HIDDEN)
         xs = [random(rows, HIDDEN) for _ in range(copies)]
-        norms = [partial(rms_norm_cuda, x, residual, gain, 1e-5, 0.0, early=True) for x in xs]
+        norms = [partial(rms_norm_cuda, x, residual, gain, 1e-5, 0.0) for x in xs]
         found.time("norm", f"{rows} rows", norms, bytes_read=4 * xs[0].nbytes)
         wide = [random(rows, 2 * INNER) for _ in range(copies)]
-        gates = [partial(gated_activation_cuda, x, "silu", early=True) for x in wide]
+        gates = [partial(gated_activation_cuda, x, "silu") for x in wide]
         found.time("activation", f"{rows} rows", gates, bytes_read=1.5 * wide[0].nbytes)
         qkvs = [random(rows, HEADS + 2 * KV_HEADS, DIM) for _ in range(copies)]
         cache, angles = random(2, 64, KV_HEADS, PAGE, DIM), random(rows, DIM // 2)
         slots = torch.arange(rows, device="cuda")
         rest = (HEADS, (angles, angles), None, 0.0, 0.0, cache[0], cache[1], slots)
-        prepares = [partial(prepare_attention, qkv, *rest, early=True) for qkv in qkvs]
+        prepares = [partial(prepare_attention, qkv, *rest) for qkv in qkvs]
         found.time("prepare", f"{rows} rows", prepares, bytes_read=2 * qkvs[0].nbytes)
     for kernel in ("norm", "activation", "prepare"):
         found.show(kernel)

@@ -1,4 +1,4 @@
-"""One decode step's layers as a chain: what launches cost, and what fusing them saves."""
+"""One decode step's layers as a chain, and what fusing its kernels saves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from benchmarks.gpu_timing import Measurements
 from mii.kernels.activation_triton import gated_activation_cuda
 from mii.kernels.attention_decode import DecodeWork, attention_decode, plan_decode, wanted_parts
-from mii.kernels.linear_triton import FewRowsSettings, OneRowSettings, skinny_linear
+from mii.kernels.linear_triton import OneRowSettings, one_row_linear
 from mii.kernels.norm_triton import rms_norm_cuda
 from mii.kernels.rotary_triton import prepare_attention
 
@@ -76,89 +76,49 @@ def make_step(batch: int, context: int) -> Step:
     return Step(tables, last, (angles.cos().bfloat16(), angles.sin().bfloat16()), work)
 
 
-def attend(qkv: torch.Tensor, w: Weights, step: Step, early: bool) -> torch.Tensor:
+def attend(qkv: torch.Tensor, w: Weights, step: Step) -> torch.Tensor:
     query = prepare_attention(
         qkv.view(len(qkv), -1, DIM), HEADS, step.rotary, None, 0.0, 0.0, w.keys, w.values,
-        step.slots, early=early,
+        step.slots,
     )  # fmt: skip
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    attention_decode(
-        query, w.keys, w.values, step.tables, step.work, output, scale=DIM**-0.5, early=early
-    )
+    attention_decode(query, w.keys, w.values, step.tables, step.work, output, scale=DIM**-0.5)
     return output.flatten(1)
 
 
-def separate(
-    residual: torch.Tensor, layers: list[Weights], step: Step, early: bool
-) -> torch.Tensor:
+def separate(residual: torch.Tensor, layers: list[Weights], step: Step) -> torch.Tensor:
     """Products by cuBLAS; norms, rotation and activation by kernels of their own."""
     residual = residual.clone()
     update = torch.zeros_like(residual)
     for w in layers:
-        x = rms_norm_cuda(update, residual, w.norm, EPS, 0.0, early=early)
-        update = F.linear(attend(F.linear(x, w.qkv), w, step, early), w.o)
-        x = rms_norm_cuda(update, residual, w.mlp_norm, EPS, 0.0, early=early)
-        gated = gated_activation_cuda(F.linear(x, w.gate_up), "silu", early=early)
+        x = rms_norm_cuda(update, residual, w.norm, EPS, 0.0)
+        update = F.linear(attend(F.linear(x, w.qkv), w, step), w.o)
+        x = rms_norm_cuda(update, residual, w.mlp_norm, EPS, 0.0)
+        gated = gated_activation_cuda(F.linear(x, w.gate_up), "silu")
         update = F.linear(gated, w.down)
     return residual + update
 
 
 def fused(
-    residual: torch.Tensor,
-    layers: list[Weights],
-    step: Step,
-    early: bool,
-    norms_apart: bool = False,
-    few_rows: FewRowsSettings | None = None,
-    one_row: OneRowSettings | None = None,
+    residual: torch.Tensor, layers: list[Weights], step: Step, settings: OneRowSettings
 ) -> torch.Tensor:
-    """Our products, with norm, activation and residual in the same pass.
-
-    Args:
-        norms_apart: norms by kernels of their own.
-        few_rows, one_row: launch settings.
-    """
-    multiply = partial(skinny_linear, early=early, few_rows=few_rows, one_row=one_row)
-
-    def normed(weight: torch.Tensor, norm: torch.Tensor, gated: bool = False) -> torch.Tensor:
-        if norms_apart:
-            x = rms_norm_cuda(residual, None, norm, EPS, 0.0, early=early)
-            return multiply(x, weight, gated=gated)
-        return multiply(residual, weight, norm=(norm, EPS, 0.0), gated=gated)
-
+    """Our products of one row, with norm, activation and residual in the same pass."""
+    multiply = partial(one_row_linear, settings=settings)
     for w in layers:
-        attended = attend(normed(w.qkv, w.norm), w, step, early)
+        attended = attend(multiply(residual, w.qkv, norm=(w.norm, EPS, 0.0)), w, step)
         residual = multiply(attended, w.o, residual=residual)
-        residual = multiply(normed(w.gate_up, w.mlp_norm, True), w.down, residual=residual)
+        gated = multiply(residual, w.gate_up, norm=(w.mlp_norm, EPS, 0.0), gated=True)
+        residual = multiply(gated, w.down, residual=residual)
     return residual
 
 
 def variants(batch: int) -> dict[str, Callable[..., torch.Tensor]]:
     """Return the ways to compute the chain, by name."""
-    found: dict[str, Callable[..., torch.Tensor]] = {
-        "separate": partial(separate, early=False),
-        "separate, early": partial(separate, early=True),
-    }
+    found: dict[str, Callable[..., torch.Tensor]] = {"separate": separate}
     if batch == 1:
-        found["fused"] = partial(fused, early=False)
         for block_n, blocks in ((4, 1), (2, 1), (2, 4)):
             settings = OneRowSettings(block_n, blocks)
-            found[f"fused, early, {block_n} x {blocks}"] = partial(
-                fused, early=True, one_row=settings
-            )
-        found["fused but norms, early"] = partial(fused, early=True, norms_apart=True)
-    elif batch <= 16:
-        found["fused"] = partial(fused, early=False)
-        for block_n, warps, prefetch in (
-            (16, 4, 1024),
-            (16, 2, 1024),
-            (16, 4, 4096),
-            (32, 4, 1024),
-        ):
-            settings = FewRowsSettings(block_n, 256, warps, 4 if block_n == 16 else 3, prefetch)
-            for apart in (False, True):
-                name = f"fused{' but norms' if apart else ''}, early, {block_n}/{warps}/{prefetch}"
-                found[name] = partial(fused, early=True, norms_apart=apart, few_rows=settings)
+            found[f"fused, {block_n} x {blocks}"] = partial(fused, settings=settings)
     return found
 
 

@@ -21,7 +21,7 @@ def gated_activation_reference(gate_up: torch.Tensor, activation: ActivationName
     """
     gate, up = gate_up.chunk(2, dim=-1)
     if activation == "silu":
-        return F.silu(gate) * up
+        return F.silu(gate).mul_(up)
     return F.gelu(gate, approximate="tanh" if activation == "gelu_pytorch_tanh" else "none") * up
 
 
@@ -29,7 +29,6 @@ def gated_activation(gate_up: torch.Tensor, activation: ActivationName) -> torch
     """Compute `gated_activation_reference`."""
     if gate_up.is_cuda:
         from mii.kernels.activation_triton import gated_activation_cuda
-        from mii.kernels.early_launch import can_launch_early
 
-        return gated_activation_cuda(gate_up, activation, early=can_launch_early(gate_up.device))
+        return gated_activation_cuda(gate_up, activation)
     return gated_activation_reference(gate_up, activation)

@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 
 from mii.kernels.activation import ActivationName
-from mii.kernels.early_launch import launch_options, let_next_start, wait_for_earlier
 
 _BLOCK = 1024
 
@@ -19,10 +18,7 @@ def _gated_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     KIND: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    let_next_start(EARLY)
-    wait_for_earlier(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < SIZE
@@ -39,13 +35,10 @@ def _gated_kernel(
     tl.store(output_ptr + row * SIZE + columns, active.to(gate.dtype) * up, mask=mask)
 
 
-def gated_activation_cuda(
-    gate_up: torch.Tensor, activation: ActivationName, *, early: bool = False
-) -> torch.Tensor:
+def gated_activation_cuda(gate_up: torch.Tensor, activation: ActivationName) -> torch.Tensor:
     """Compute `gated_activation_reference` for a contiguous [tokens, 2 * size].
 
     Args:
-        early: launch early, see `mii.kernels.early_launch`
     """
     tokens, double = gate_up.shape
     size = double // 2
@@ -58,6 +51,5 @@ def gated_activation_cuda(
             BLOCK=_BLOCK,
             KIND=activation,
             num_warps=4,
-            **launch_options(early),
         )
     return output

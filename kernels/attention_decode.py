@@ -15,8 +15,6 @@ import torch
 import triton
 import triton.language as tl
 
-from mii.kernels.early_launch import launch_options, let_next_start, wait_for_earlier
-
 
 def attention_decode_reference(
     query: torch.Tensor,
@@ -75,10 +73,7 @@ def _plan_kernel(
     TILE: tl.constexpr,
     WANTED: tl.constexpr,
     SEQUENCES_PADDED: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    let_next_start(EARLY)
-    wait_for_earlier(EARLY)
     sequence = tl.arange(0, SEQUENCES_PADDED)
     is_sequence = sequence < sequences
     length = tl.load(length_ptr + sequence, mask=is_sequence, other=0)
@@ -138,7 +133,6 @@ def plan_decode(
     window: int | None = None,
     wanted: int = 1,
     tile: int = 64,
-    early: bool = False,
 ) -> DecodeWork:
     """Cut the sequences into parts of about equal length; all layers of a step share the result.
 
@@ -147,7 +141,6 @@ def plan_decode(
         window: as the layers have it that will use this
         wanted: see `wanted_parts`
         tile: keys that a program takes at a time; parts are made of whole tiles
-        early: launch early, see `mii.kernels.early_launch`
     """
     device = context_lengths.device
     sequences = len(context_lengths)
@@ -172,7 +165,6 @@ def plan_decode(
         WANTED=wanted,
         SEQUENCES_PADDED=max(32, triton.next_power_of_2(sequences)),
         num_warps=4,
-        **launch_options(early),
     )
     return work
 
@@ -250,12 +242,9 @@ def _attend_kernel(
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
     part = tl.program_id(1)
-    let_next_start(EARLY)
-    wait_for_earlier(EARLY)
     fields = part_ptr + part * _PART_FIELDS
     sequence = tl.load(fields)
     begin = tl.load(fields + 1)
@@ -358,7 +347,6 @@ def attention_decode(
     softcap: float | None = None,
     warps: int = 4,
     stages: int = 3,
-    early: bool = False,
 ) -> None:
     """Compute `attention_decode_reference` into `output`; nothing depends on host-side lengths.
 
@@ -367,7 +355,6 @@ def attention_decode(
         work: from `plan_decode` over the context lengths and with the layer's window
         output: [sequences, heads, head_dim], contiguous
         warps, stages: launch settings
-        early: launch early, see `mii.kernels.early_launch`
     """
     sequences, heads, head_dim = query.shape
     _, kv_heads, page, _ = key_cache.shape
@@ -408,5 +395,4 @@ def attention_decode(
         AT_ONCE=max(1, min(16, 2048 // (group_padded * dim_padded))),
         num_warps=warps,
         num_stages=stages,
-        **launch_options(early),
     )

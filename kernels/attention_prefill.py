@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from mii.kernels.attention_decode import attention_decode_reference
-from mii.kernels.early_launch import launch_options, let_next_start, wait_for_earlier
 
 
 def attention_prefill_reference(
@@ -144,10 +143,7 @@ def _prefill_kernel(
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    let_next_start(EARLY)
-    wait_for_earlier(EARLY)
     head = tl.program_id(0)
     tile = tl.program_id(1)
     sequence = tl.load(tile_sequence_ptr + tile)
@@ -255,7 +251,6 @@ def attention_prefill(
     tile: int = 64,
     warps: int = 4,
     stages: int = 3,
-    early: bool = False,
 ) -> None:
     """Compute `attention_prefill_reference` into `output`.
 
@@ -266,7 +261,6 @@ def attention_prefill(
         output: [tokens, heads, head_dim], contiguous
         rows: query tokens of a program, as given to `query_tiles`
         tile, warps, stages: launch settings
-        early: launch early, see `mii.kernels.early_launch`
     """
     _, heads, head_dim = query.shape
     _, kv_heads, page, _ = key_cache.shape
@@ -297,5 +291,4 @@ def attention_prefill(
         TILE=tile,
         num_warps=warps,
         num_stages=stages,
-        **launch_options(early),
     )

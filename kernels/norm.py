@@ -29,10 +29,9 @@ def rms_norm(
 ) -> torch.Tensor:
     """Compute `rms_norm_reference`."""
     if x.is_cuda and x.dim() == 2:
-        from mii.kernels.early_launch import can_launch_early
         from mii.kernels.norm_triton import rms_norm_cuda
 
-        return rms_norm_cuda(x, None, weight, eps, offset, early=can_launch_early(x.device))
+        return rms_norm_cuda(x, None, weight, eps, offset)
     if x.dtype == torch.float32 and not offset:
         return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
     return rms_norm_reference(x, weight, eps, offset)
@@ -43,10 +42,8 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (rms_norm(residual + x), residual + x). May overwrite `residual`."""
     if x.is_cuda:
-        from mii.kernels.early_launch import can_launch_early
         from mii.kernels.norm_triton import rms_norm_cuda
 
-        early = can_launch_early(x.device)
-        return rms_norm_cuda(x, residual, weight, eps, offset, early=early), residual
+        return rms_norm_cuda(x, residual, weight, eps, offset), residual
     residual = residual.add_(x)
     return rms_norm(residual, weight, eps, offset), residual

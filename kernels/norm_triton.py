@@ -6,8 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from mii.kernels.early_launch import launch_options, let_next_start, wait_for_earlier
-
 
 @triton.jit
 def _rms_norm_kernel(
@@ -21,14 +19,11 @@ def _rms_norm_kernel(
     SIZE: tl.constexpr,
     SIZE_PADDED: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    let_next_start(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, SIZE_PADDED)
     mask = columns < SIZE
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0)
-    wait_for_earlier(EARLY)
     x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         x = x + tl.load(residual_ptr + row * SIZE + columns, mask=mask, other=0.0)
@@ -48,8 +43,6 @@ def rms_norm_cuda(
     weight: torch.Tensor,
     eps: float,
     offset: float,
-    *,
-    early: bool = False,
 ) -> torch.Tensor:
     """Return the norm of x, or of residual + x, which then replaces `residual`.
 
@@ -57,7 +50,6 @@ def rms_norm_cuda(
         x: [rows, size], the columns contiguous
         residual: [rows, size], contiguous, or None
         weight: [size]
-        early: launch early, see `mii.kernels.early_launch`
     """
     rows, size = x.shape
     output = torch.empty((rows, size), dtype=x.dtype, device=x.device)
@@ -75,6 +67,5 @@ def rms_norm_cuda(
             SIZE_PADDED=padded,
             HAS_RESIDUAL=residual is not None,
             num_warps=min(16, max(1, padded // 512)),
-            **launch_options(early),
         )
     return output

@@ -6,8 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from mii.kernels.early_launch import launch_options, let_next_start, wait_for_earlier
-
 
 @triton.jit
 def _prepare_kernel(
@@ -29,10 +27,7 @@ def _prepare_kernel(
     HALF: tl.constexpr,
     PAGE: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    let_next_start(EARLY)
-    wait_for_earlier(EARLY)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
     dims = tl.arange(0, DIM_PADDED)
@@ -93,8 +88,6 @@ def prepare_attention(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slots: torch.Tensor,
-    *,
-    early: bool = False,
 ) -> torch.Tensor:
     """Normalise and rotate q and k, write k and v to their slots, and return q.
 
@@ -106,7 +99,6 @@ def prepare_attention(
         eps, offset: see `rms_norm_reference`
         key_cache, value_cache: [blocks, kv_heads, block_size, head_dim]
         slots: int64 [tokens], block * block_size + offset
-        early: launch early, see `mii.kernels.early_launch`
 
     Returns:
         [tokens, heads, head_dim], a view of qkv
@@ -137,6 +129,5 @@ def prepare_attention(
             PAGE=page,
             HEAD_BLOCK=head_block,
             num_warps=4 if tokens > 64 else 1,
-            **launch_options(early),
         )
     return qkv[:, :num_heads]

@@ -15,7 +15,6 @@ from mii.kernels.attention_decode import (
     wanted_parts,
 )
 from mii.kernels.attention_prefill import attention_prefill, prefill_rows, query_tiles
-from mii.kernels.early_launch import can_launch_early
 from mii.kernels.rotary_triton import prepare_attention
 
 
@@ -31,7 +30,6 @@ class TritonAttention:
         self._batch: RaggedBatch | None = None
         self._work: dict[int | None, DecodeWork] = {}  # of this step, by window
         self._multiprocessors = 1
-        self._early = False
 
     def allocate(self, shape: KVCacheShape, dtype: torch.dtype, device: torch.device) -> None:
         size = (shape.num_blocks + 1, shape.num_kv_heads, shape.block_size, shape.head_dim)
@@ -42,7 +40,6 @@ class TritonAttention:
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
             self._multiprocessors = properties.multi_processor_count
-        self._early = can_launch_early(device)
 
     def plan(self, batch: RaggedBatch) -> None:
         if batch.decode_lengths is None and batch.query_tiles is None:
@@ -61,7 +58,6 @@ class TritonAttention:
                 head_dim=layer.head_dim,
                 window=layer.window,
                 wanted=wanted_parts(layer.num_kv_heads, self._multiprocessors),
-                early=self._early,
             )
             self._work[layer.window] = work
         return work
@@ -94,7 +90,6 @@ class TritonAttention:
             keys,
             values,
             batch.kv_slots,
-            early=self._early,
         )
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if batch.decode_lengths is not None and len(batch.decode_lengths):
@@ -108,7 +103,6 @@ class TritonAttention:
                 output[:decodes],
                 scale=layer.scale,
                 softcap=layer.softcap,
-                early=self._early,
             )
         if batch.query_tiles is not None and len(batch.query_tiles[0]):
             attention_prefill(
@@ -123,6 +117,5 @@ class TritonAttention:
                 scale=layer.scale,
                 window=layer.window,
                 softcap=layer.softcap,
-                early=self._early,
             )
         return output

@@ -1,11 +1,11 @@
-"""Products of few rows, with what surrounds them, equal plain fp64 arithmetic."""
+"""The product of one row, with what surrounds it, equals plain fp64 arithmetic."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from mii.kernels.linear_triton import FewRowsSettings, OneRowSettings, skinny_linear
+from mii.kernels.linear_triton import MAX_INNER, OneRowSettings, one_row_linear
 from tests.kernels.cache import DEVICE, HALVES, TOLERANCE, error_of, nan_in_new_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
@@ -13,15 +13,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarn
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 @pytest.mark.parametrize(
-    ("rows", "k", "n"),
-    [(1, 64, 16), (1, 300, 35), (1, 40000, 3), (2, 100, 50), (16, 300, 33), (8, 256, 40)],
+    ("k", "n", "blocks"), [(64, 16, 1), (300, 35, 2), (MAX_INNER - 5, 3, 2), (MAX_INNER, 9, 1)]
 )
 @pytest.mark.parametrize("kind", ["plain", "bias", "norm", "gemma", "residual", "gated"])
-def test_equals_plain_arithmetic(kind: str, rows: int, k: int, n: int, dtype: torch.dtype) -> None:
-    x = torch.randn(rows, k, device=DEVICE).to(dtype)
+def test_equals_plain_arithmetic(
+    kind: str, k: int, n: int, blocks: int, dtype: torch.dtype
+) -> None:
+    x = torch.randn(1, k, device=DEVICE).to(dtype)
     weight = (torch.randn(2 * n if kind == "gated" else n, k, device=DEVICE) * k**-0.5).to(dtype)
     gain = torch.randn(k, device=DEVICE).to(dtype)
-    extra = torch.randn(rows, n, device=DEVICE).to(dtype)
+    extra = torch.randn(1, n, device=DEVICE).to(dtype)
     bias = torch.randn(n, device=DEVICE).to(dtype)
     offset = 1.0 if kind == "gemma" else 0.0
     normed = kind in ("norm", "gemma", "gated")
@@ -38,20 +39,14 @@ def test_equals_plain_arithmetic(kind: str, rows: int, k: int, n: int, dtype: to
     if kind == "residual":
         expected = expected + extra.double()
     with nan_in_new_tensors():
-        actual = skinny_linear(
+        actual = one_row_linear(
             x,
             weight,
             bias if kind == "bias" else None,
             norm=(gain, 1e-5, offset) if normed else None,
             residual=extra if kind == "residual" else None,
             gated=kind == "gated",
-            one_row=OneRowSettings(blocks=2),
-            few_rows=FewRowsSettings(block_k=64 if k < 1000 else 4096, stages=2),
+            settings=OneRowSettings(blocks=blocks),
         )
-    assert actual.shape == (rows, n)
+    assert actual.shape == (1, n)
     assert error_of(actual, expected) < TOLERANCE[dtype]
-
-
-def test_no_rows() -> None:
-    weight = torch.randn(8, 16, device=DEVICE)
-    assert skinny_linear(torch.randn(0, 16, device=DEVICE), weight).shape == (0, 8)
