@@ -65,18 +65,19 @@ def time_decode(found: Measurements, lengths: list[int], case: str, copies: int)
     contexts = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     query = random(len(lengths), HEADS, DIM)
     output = torch.empty_like(query)
-    tried = [(64, 4, 3)]
-    if case in ("256 x 1024", "8 x 1024", "1 x 512"):
-        tried += [(64, 4, 2), (64, 8, 3), (32, 4, 3)]
-    for tile, warps, stages in tried:
+    few = len(lengths) <= 32
+    for least, warps, stages, join in (
+        (1, 4, 2, 8192), (1, 8, 2, 8192), (1, 8, 2, 16384), (2, 4, 2, 8192), (2, 8, 2, 8192),
+        (4, 8, 2, 8192), (2, 8, 3, 8192), (1, 8, 3, 8192), (1, 4, 2, 2048),
+    )[: None if few else 2]:  # fmt: skip
         work = plan_decode(
             contexts, heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, wanted=wanted_parts(8, 132),
-            tile=tile,
+            least_tiles=least,
         )  # fmt: skip
         launches = [
             partial(
                 attention_decode, query, cache[0], cache[1], tables, work, output, scale=0.088,
-                warps=warps, stages=stages,
+                warps=warps, stages=stages, join=join,
             )
             for cache in caches
         ]  # fmt: skip
@@ -85,7 +86,7 @@ def time_decode(found: Measurements, lengths: list[int], case: str, copies: int)
             case,
             launches,
             bytes_read=sum(lengths) * KV_HEADS * DIM * 4,
-            settings={"tile": tile, "warps": warps, "stages": stages},
+            settings={"least": least, "warps": warps, "stages": stages, "join": join},
         )
 
 

@@ -72,6 +72,7 @@ def _plan_kernel(
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
     WANTED: tl.constexpr,
+    LEAST: tl.constexpr,
     SEQUENCES_PADDED: tl.constexpr,
 ):
     sequence = tl.arange(0, SEQUENCES_PADDED)
@@ -81,7 +82,7 @@ def _plan_kernel(
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0) // TILE * TILE
     tiles = tl.cdiv(length - first, TILE)
-    share = tl.maximum(tl.cdiv(tl.sum(tiles, 0), WANTED), 1)
+    share = tl.maximum(tl.cdiv(tl.sum(tiles, 0), WANTED), LEAST)
     # A sequence up to a quarter longer than a share is not worth cutting.
     parts = tl.cdiv(tl.maximum(tiles - share // 4, 1), share)
     size = tl.maximum(tl.cdiv(tiles, parts), 1)
@@ -133,6 +134,7 @@ def plan_decode(
     window: int | None = None,
     wanted: int = 1,
     tile: int = 64,
+    least_tiles: int = 1,
 ) -> DecodeWork:
     """Cut the sequences into parts of about equal length; all layers of a step share the result.
 
@@ -141,6 +143,7 @@ def plan_decode(
         window: as the layers have it that will use this
         wanted: see `wanted_parts`
         tile: keys that a program takes at a time; parts are made of whole tiles
+        least_tiles: of a part, if its sequence has as many
     """
     device = context_lengths.device
     sequences = len(context_lengths)
@@ -163,6 +166,7 @@ def plan_decode(
         WINDOW=window or 0,
         TILE=tile,
         WANTED=wanted,
+        LEAST=least_tiles,
         SEQUENCES_PADDED=max(32, triton.next_power_of_2(sequences)),
         num_warps=4,
     )
@@ -346,7 +350,8 @@ def attention_decode(
     scale: float,
     softcap: float | None = None,
     warps: int = 4,
-    stages: int = 3,
+    stages: int = 2,
+    join: int = 8192,
 ) -> None:
     """Compute `attention_decode_reference` into `output`; nothing depends on host-side lengths.
 
@@ -355,6 +360,7 @@ def attention_decode(
         work: from `plan_decode` over the context lengths and with the layer's window
         output: [sequences, heads, head_dim], contiguous
         warps, stages: launch settings
+        join: numbers of the parts' results that a program takes at a time when it joins them
     """
     sequences, heads, head_dim = query.shape
     _, kv_heads, page, _ = key_cache.shape
@@ -392,7 +398,7 @@ def attention_decode(
         DIM_PADDED=dim_padded,
         PAGE=page,
         TILE=work.tile,
-        AT_ONCE=max(1, min(16, 2048 // (group_padded * dim_padded))),
+        AT_ONCE=max(1, min(64, join // (group_padded * dim_padded))),
         num_warps=warps,
         num_stages=stages,
     )

@@ -1,10 +1,11 @@
 """Finding the least logit that top_k, top_p and min_p keep, on a GPU, without a sort.
 
-Hardly any token of a vocabulary can be among those that are kept, and two bounds tell which: top_k
-keeps nothing below the k-th greatest of the peaks of runs of tokens; top_p nothing so improbable
-that all such tokens together have less than 1 - top_p. What is above is gathered, and the least
-kept logit found among it by its bits, four at a time. Sums are taken in a fixed order for each row,
-whatever runs beside it.
+Hardly any token of a vocabulary can be the last one that is kept, and bounds tell which: top_k keeps
+nothing below the k-th greatest of the peaks of runs of tokens; top_p nothing so improbable that all
+such tokens together have less than 1 - top_p. For top_p two passes then weigh what is at or above
+each of eight logits, and so leave a sixty-fourth of the range. What is within the bounds is
+gathered, and the least kept logit found among it by bisection. Sums are taken in a fixed order for
+each row, whatever runs beside it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import triton.language as tl
 _BLOCK = 4096  # logits of one program
 _RUN = 128  # logits that share a peak
 _ROOM = 512  # logits that are gathered from one block; if there are more, none are gathered
+_EDGES = tl.constexpr(8)  # logits of one pass that cut the range of top_p's threshold
+_ABOVE_BEST = tl.constexpr(1.0)  # a scaled logit greater than any: the best is 0
+_ABOVE_BEST_KEY = tl.constexpr(0x80000001)
 
 
 @triton.jit
@@ -81,7 +85,34 @@ def _bound_of_top_k(peaks, top_k):
 
 
 @triton.jit
-def _gather_kernel(
+def _edges(low, high):
+    """Return `_EDGES` logits from above `low` to `high`."""
+    return low + (high - low) * ((1.0 + tl.arange(0, _EDGES)) / _EDGES)
+
+
+@triton.jit
+def _narrowed(low, high, above, wanted, sum_ptr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr):
+    """Narrow the range that has top_p's threshold by the sums over the edges of one pass.
+
+    Args:
+        low, high: at or above `low` are weights of at least `wanted`, at or above `high` of less.
+        above: the weight at or above `high`.
+        sum_ptr: [PARTS, _EDGES]
+    """
+    parts, numbers = tl.arange(0, PARTS_PADDED), tl.arange(0, _EDGES)
+    offsets = parts[:, None] * _EDGES + numbers[None, :]
+    sums = tl.sum(tl.load(sum_ptr + offsets, (parts < PARTS)[:, None], other=0.0), 0)
+    edges = _edges(low, high)
+    # Nothing is above the best, so that it is kept whatever is wanted.
+    enough = (sums >= wanted) & (edges <= 0.0)
+    new_low = tl.maximum(low, tl.max(tl.where(enough, edges, low), 0))
+    new_high = tl.minimum(high, tl.min(tl.where(enough, high, edges), 0))
+    new_above = tl.maximum(above, tl.max(tl.where(enough, 0.0, sums), 0))
+    return new_low, tl.where(new_low >= high, _ABOVE_BEST, new_high), new_above
+
+
+@triton.jit
+def _sums_kernel(
     logits_ptr,
     slot_ptr,
     temperature_ptr,
@@ -91,47 +122,122 @@ def _gather_kernel(
     mass_ptr,
     best_ptr,
     total_ptr,
-    candidate_ptr,
-    count_ptr,
+    bound_ptr,
+    sum_ptr,
     stride,
+    LEVEL: tl.constexpr,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
     RUN: tl.constexpr,
     PARTS: tl.constexpr,
     PARTS_PADDED: tl.constexpr,
-    ROOM: tl.constexpr,
 ):
-    """Gather the scaled logits of a block that could be kept: candidate [row, ROOM, part]."""
+    """Bound what is kept (pass 0), and weigh a block's tokens at or above each edge.
+
+    sum [2, row, PARTS, _EDGES] are these weights in passes 0 and 1.
+    """
     index = tl.program_id(0)
     part = tl.program_id(1)
     slot = tl.load(slot_ptr + index)
     temperature = tl.load(temperature_ptr + slot)
     if temperature <= 0.0:
         return
-    runs: tl.constexpr = BLOCK // RUN
-    number = tl.arange(0, PARTS_PADDED * runs)
-    peak_row = peak_ptr + index * PARTS * runs
-    peaks = tl.load(peak_row + number, number < PARTS * runs, other=float("-inf"))
-    best = tl.max(peaks, 0)
-    parts = tl.arange(0, PARTS_PADDED)
-    masses = tl.load(mass_ptr + index * PARTS + parts, parts < PARTS, other=0.0)
-    block_peaks = tl.max(tl.reshape(peaks, (PARTS_PADDED, runs)), 1)
-    total = tl.sum(masses * tl.exp((block_peaks - best) / temperature), 0)
-    if part == 0:
-        tl.store(best_ptr + index, best)
-        tl.store(total_ptr + index, total)
+    top_k = tl.load(top_k_ptr + slot)
+    top_p = tl.load(top_p_ptr + slot)
+    has_top_k = (top_k > 0) & (top_k < VOCAB)
+    if LEVEL == 0:
+        runs: tl.constexpr = BLOCK // RUN
+        number = tl.arange(0, PARTS_PADDED * runs)
+        peak_row = peak_ptr + index * PARTS * runs
+        peaks = tl.load(peak_row + number, number < PARTS * runs, other=float("-inf"))
+        best = tl.max(peaks, 0)
+        parts = tl.arange(0, PARTS_PADDED)
+        masses = tl.load(mass_ptr + index * PARTS + parts, parts < PARTS, other=0.0)
+        block_peaks = tl.max(tl.reshape(peaks, (PARTS_PADDED, runs)), 1)
+        total = tl.sum(masses * tl.exp((block_peaks - best) / temperature), 0)
+        bound = tl.log(0.999 * (1.0 - top_p) * total / VOCAB)
+        if part == 0:
+            if has_top_k:
+                bound = (_bound_of_top_k(peaks, top_k) - best) / temperature
+            tl.store(best_ptr + index, best)
+            tl.store(total_ptr + index, total)
+            tl.store(bound_ptr + index, bound)
+    else:
+        best = tl.load(best_ptr + index)
+        total = tl.load(total_ptr + index)
+        bound = tl.load(bound_ptr + index)
+    if has_top_k | (top_p >= 1.0):
+        return
+    rows = tl.num_programs(0)
+    low, high = bound, 0.0
+    if LEVEL == 1:
+        low, high, _ = _narrowed(
+            low, high, 0.0, top_p * total, sum_ptr + index * PARTS * _EDGES, PARTS, PARTS_PADDED
+        )
+    row = logits_ptr + index.to(tl.int64) * stride
+    z = scaled_logits(row, part * BLOCK + tl.arange(0, BLOCK), VOCAB, best, temperature)
+    is_above = z[:, None] >= _edges(low, high)[None, :]
+    sums = tl.sum(tl.where(is_above, tl.exp(z)[:, None], 0.0), 0)
+    place = (LEVEL * rows + index) * PARTS + part
+    tl.store(sum_ptr + place * _EDGES + tl.arange(0, _EDGES), sums)
+
+
+@triton.jit
+def _gather_kernel(
+    logits_ptr,
+    slot_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    best_ptr,
+    total_ptr,
+    bound_ptr,
+    sum_ptr,
+    least_ptr,
+    above_ptr,
+    candidate_ptr,
+    count_ptr,
+    stride,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    PARTS_PADDED: tl.constexpr,
+    ROOM: tl.constexpr,
+):
+    """Gather a block's scaled logits that could be the least kept: candidate [row, ROOM, part].
+
+    Of the row, it leaves in `least` a logit below all of these, and in `above` the weight of all
+    that are greater.
+    """
+    index = tl.program_id(0)
+    part = tl.program_id(1)
+    slot = tl.load(slot_ptr + index)
+    temperature = tl.load(temperature_ptr + slot)
+    if temperature <= 0.0:
+        return
     top_k = tl.load(top_k_ptr + slot)
     top_p = tl.load(top_p_ptr + slot)
     has_top_k = (top_k > 0) & (top_k < VOCAB)
     if has_top_k | (top_p < 1.0):
-        if has_top_k:
-            bound = (_bound_of_top_k(peaks, top_k) - best) / temperature
-        else:
-            bound = tl.log(0.999 * (1.0 - top_p) * total / VOCAB)
+        rows = tl.num_programs(0)
+        best = tl.load(best_ptr + index)
+        low = tl.load(bound_ptr + index)
+        high, above = _ABOVE_BEST + 0.0, 0.0
+        if not has_top_k:
+            wanted = top_p * tl.load(total_ptr + index)
+            high = 0.0
+            for level in tl.static_range(2):
+                low, high, above = _narrowed(
+                    low, high, above, wanted,
+                    sum_ptr + (level * rows + index) * PARTS * _EDGES, PARTS, PARTS_PADDED,
+                )  # fmt: skip
+        if part == 0:
+            tl.store(least_ptr + index, low)
+            tl.store(above_ptr + index, above)
         columns = part * BLOCK + tl.arange(0, BLOCK)
         row = logits_ptr + index.to(tl.int64) * stride
         z = scaled_logits(row, columns, VOCAB, best, temperature)
-        is_candidate = ((z >= bound) & (columns < VOCAB)).to(tl.int32)
+        is_candidate = ((z >= low) & (z < high) & (columns < VOCAB)).to(tl.int32)
         count = tl.sum(is_candidate, 0)
         tl.store(count_ptr + index * PARTS_PADDED + part, count)
         if count <= ROOM:
@@ -164,8 +270,39 @@ def _candidates(
 
 
 @triton.jit
+def _at_or_above(
+    key,
+    whole,
+    limit,
+    row,
+    best,
+    temperature,
+    candidate_ptr,
+    count_ptr,
+    BY_NUMBER: tl.constexpr,
+    VOCAB: tl.constexpr,
+    PARTS: tl.constexpr,
+    PARTS_PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Return how many candidates are at or above a key, or their weight."""
+    sums = tl.zeros([TILE], tl.float32)
+    for start in range(0, limit, TILE):
+        z, exists = _candidates(
+            start + tl.arange(0, TILE), whole, row, best, temperature, candidate_ptr, count_ptr,
+            VOCAB, PARTS, PARTS_PADDED,
+        )  # fmt: skip
+        counts = exists & (_ordered(z) >= key)
+        if BY_NUMBER:
+            sums += counts.to(tl.float32)
+        else:
+            sums += tl.where(counts, tl.exp(z), 0.0)
+    return tl.sum(sums, 0)
+
+
+@triton.jit
 def _least_kept(
-    least,
+    low,
     wanted,
     whole,
     limit,
@@ -180,34 +317,18 @@ def _least_kept(
     PARTS_PADDED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Return the greatest key that has as much as `wanted` at or above it, and their weight.
-
-    Candidates below the key `least` do not count, the others by number or by weight.
-    """
-    digits = tl.arange(0, 16).to(tl.uint32)
-    low = tl.full([], 0, tl.uint32)
-    mass = tl.full([], 0.0, tl.float32)
-    for digit in range(8):
-        trials = low | (digits << (28 - 4 * digit))
-        sums = tl.zeros([16], tl.float32)
-        masses = tl.zeros([16], tl.float32)
-        for start in range(0, limit, TILE):
-            z, exists = _candidates(
-                start + tl.arange(0, TILE), whole, row, best, temperature, candidate_ptr,
-                count_ptr, VOCAB, PARTS, PARTS_PADDED,
-            )  # fmt: skip
-            keys = _ordered(z)
-            counts = (exists & (keys >= least))[:, None] & (keys[:, None] >= trials[None, :])
-            masses += tl.sum(tl.where(counts, tl.exp(z)[:, None], 0.0), 0)
-            if BY_NUMBER:
-                sums += tl.sum(counts.to(tl.float32), 0)
-        if not BY_NUMBER:
-            sums = masses
-        # No key is above that of the best, whose scaled logit is 0.
-        fits = (sums >= wanted) & (trials <= 0x80000000)
-        low = tl.max(tl.where(fits, trials, low), 0)
-        mass = tl.max(tl.where(trials == low, masses, 0.0), 0)
-    return low, mass
+    """Return the greatest key from `low` on that has as much as `wanted` at or above it."""
+    high = tl.full([], _ABOVE_BEST_KEY, tl.uint32)
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        found = _at_or_above(
+            middle, whole, limit, row, best, temperature, candidate_ptr, count_ptr,
+            BY_NUMBER, VOCAB, PARTS, PARTS_PADDED, TILE,
+        )  # fmt: skip
+        enough = found >= wanted
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    return low
 
 
 @triton.jit
@@ -220,6 +341,8 @@ def _threshold_kernel(
     min_p_ptr,
     best_ptr,
     total_ptr,
+    least_ptr,
+    above_ptr,
     candidate_ptr,
     count_ptr,
     threshold_ptr,
@@ -243,6 +366,8 @@ def _threshold_kernel(
     if has_top_k | (top_p < 1.0):
         best = tl.load(best_ptr + index)
         total = tl.load(total_ptr + index)
+        above = tl.load(above_ptr + index)
+        low = _ordered(tl.load(least_ptr + index))
         row = logits_ptr + index.to(tl.int64) * stride
         candidates = candidate_ptr + index.to(tl.int64) * ROOM * PARTS_PADDED
         counts = count_ptr + index * PARTS_PADDED
@@ -250,17 +375,21 @@ def _threshold_kernel(
         most = tl.max(tl.load(counts + parts, parts < PARTS, other=0), 0)
         whole = most > ROOM
         limit = tl.where(whole, VOCAB, most * PARTS_PADDED)
+        above = tl.where(whole, 0.0, above)  # then they are among those that are weighed
         if has_top_k:
-            low, total = _least_kept(
+            low = _least_kept(
                 low, top_k, whole, limit, row, best, temperature, candidates, counts,
                 True, VOCAB, PARTS, PARTS_PADDED, TILE,
             )  # fmt: skip
-        if top_p < 1.0:
-            least, _ = _least_kept(
-                low, top_p * total, whole, limit, row, best, temperature, candidates, counts,
+            total = _at_or_above(
+                low, whole, limit, row, best, temperature, candidates, counts,
                 False, VOCAB, PARTS, PARTS_PADDED, TILE,
             )  # fmt: skip
-            low = tl.maximum(low, least)
+        if top_p < 1.0:
+            low = _least_kept(
+                low, top_p * total - above, whole, limit, row, best, temperature, candidates,
+                counts, False, VOCAB, PARTS, PARTS_PADDED, TILE,
+            )  # fmt: skip
     threshold = _from_ordered(low)
     if min_p > 0.0:
         threshold = tl.maximum(threshold, tl.log(min_p))
@@ -294,46 +423,28 @@ def find_thresholds(
     def floats(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=device)
 
-    best, total, threshold = floats(rows), floats(rows), floats(rows)
+    best, total, bound, least, above, threshold = (floats(rows) for _ in range(6))
     peaks, masses = floats(rows, parts, _BLOCK // _RUN), floats(rows, parts)
+    sums = floats(2, rows, parts, _EDGES.value)
     candidates = floats(rows, _ROOM, parts_padded)
     counts = torch.empty((rows, parts_padded), dtype=torch.int32, device=device)
     stride, settings = logits.stride(0), (temperature, top_k, top_p)
-    sizes = {"PARTS": parts, "PARTS_PADDED": parts_padded, "ROOM": _ROOM}
-    blocks = {"BLOCK": _BLOCK, "RUN": _RUN}
-    _peaks_kernel[(rows, parts)](
+    sizes = {"VOCAB": vocab, "PARTS": parts, "PARTS_PADDED": parts_padded}
+    grid, blocks = (rows, parts), {"BLOCK": _BLOCK, "RUN": _RUN}
+    _peaks_kernel[grid](
         logits, slots, temperature, peaks, masses, stride, VOCAB=vocab, **blocks, num_warps=8
     )
-    _gather_kernel[(rows, parts)](
-        logits,
-        slots,
-        *settings,
-        peaks,
-        masses,
-        best,
-        total,
-        candidates,
-        counts,
-        stride,
-        VOCAB=vocab,
-        **sizes,
-        **blocks,
-        num_warps=8,
-    )
+    for level in range(2):
+        _sums_kernel[grid](
+            logits, slots, *settings, peaks, masses, best, total, bound, sums, stride,
+            LEVEL=level, **sizes, **blocks, num_warps=8,
+        )  # fmt: skip
+    _gather_kernel[grid](
+        logits, slots, *settings, best, total, bound, sums, least, above, candidates, counts,
+        stride, **sizes, BLOCK=_BLOCK, ROOM=_ROOM, num_warps=8,
+    )  # fmt: skip
     _threshold_kernel[(rows,)](
-        logits,
-        slots,
-        *settings,
-        min_p,
-        best,
-        total,
-        candidates,
-        counts,
-        threshold,
-        stride,
-        VOCAB=vocab,
-        **sizes,
-        TILE=512,
-        num_warps=8,
-    )
+        logits, slots, *settings, min_p, best, total, least, above, candidates, counts, threshold,
+        stride, **sizes, ROOM=_ROOM, TILE=4096, num_warps=16,
+    )  # fmt: skip
     return best, threshold
