@@ -64,13 +64,14 @@ class Replica:
     """One replica as the router sees it."""
 
     replica: int
-    address: str  # host:port of its rank 0
+    address: str  # host:port of its rank 0; "" while it has none
     ready: bool
+    returning: bool = False  # it has been ready, has died and is started again
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """All replicas that are there, starting or ready; one that has died is not in it."""
+    """All replicas that are there or will be; one that has died for good is not in it."""
 
     event: ClassVar[str] = "replicas"
     replicas: tuple[Replica, ...]

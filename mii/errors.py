@@ -12,6 +12,7 @@
     │   └── DeploymentNotFoundError
     └── ServiceError               an answer that did not come
         ├── Unavailable            nobody is there to answer; try again later (UNAVAILABLE, 503)
+        │   └── Leaving            the one asked is about to end, as it was told to
         ├── Overloaded             a queue is full; try again later (RESOURCE_EXHAUSTED, 429)
         ├── DeadlineExceeded       the caller's deadline passed (DEADLINE_EXCEEDED, 504)
         ├── Cancelled              the caller cancelled (CANCELLED, 499)
@@ -113,6 +114,12 @@ class Unavailable(ServiceError):
     """Nobody is there to answer."""
 
     code = "unavailable"
+
+
+class Leaving(Unavailable):
+    """The one asked is about to end in an orderly way."""
+
+    code = "leaving"
 
 
 class Overloaded(ServiceError):

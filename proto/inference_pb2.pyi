@@ -55,17 +55,27 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     STREAM_FIELD_NUMBER: _builtins.int
     DEFAULTS_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """For logs and for idempotent retries; drawn by the server when empty."""
     model: _builtins.str
     """A served model's name, "default" or "": the deployment's model."""
     stream: _builtins.bool
-    """true: a delta per engine step. false: one delta per sequence, when it has ended."""
+    """true: a delta per engine step. false: one delta per sequence, when it has ended (towards the
+    router a worker sends long ones in parts, so that little is computed again if it dies).
+    """
     defaults: Global___Defaults.ValueType
     @_builtins.property
     def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prompt]: ...
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
+    @_builtins.property
+    def resume(self) -> _containers.RepeatedCompositeFieldContainer[Global___PartialAnswer]:
+        """Answers that a server has begun and that this one is to go on with: only these are generated,
+        and their deltas tell what comes after `token_ids`. Takes one prompt, with its seed given. The
+        router sends it when it moves a request away from a replica that is gone.
+        """
+
     def __init__(
         self,
         *,
@@ -75,14 +85,40 @@ class GenerateRequest(_message.Message):
         sampling: Global___SamplingParams | None = ...,
         stream: _builtins.bool = ...,
         defaults: Global___Defaults.ValueType = ...,
+        resume: _abc.Iterable[Global___PartialAnswer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["defaults", b"defaults", "model", b"model", "prompts", b"prompts", "request_id", b"request_id", "sampling", b"sampling", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["defaults", b"defaults", "model", b"model", "prompts", b"prompts", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class PartialAnswer(_message.Message):
+    """One answer to a prompt so far."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHOICE_INDEX_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    choice_index: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        choice_index: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PartialAnswer: _TypeAlias = PartialAnswer  # noqa: Y015
 
 @_typing.final
 class Prompt(_message.Message):

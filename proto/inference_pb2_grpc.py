@@ -62,8 +62,8 @@ class InferenceServicer:
     def Generate(self, request, context):
         """Generates for every prompt of the request. Messages arrive as engine steps complete; each
         sequence (prompt_index, choice_index) ends with exactly one delta that has a finish_reason.
-        With `stream`, the server sends its initial metadata ("mii-request-id") as soon as the request
-        is found valid and queued, without waiting for a token. Errors come as described in mii/status.py.
+        With `stream`, and always from a worker, the initial metadata ("mii-request-id") comes as soon
+        as the request is found valid and queued, without waiting for a token. Errors come as described in mii/status.py.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

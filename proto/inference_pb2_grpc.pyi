@@ -36,8 +36,8 @@ class InferenceStub:
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Generates for every prompt of the request. Messages arrive as engine steps complete; each
     sequence (prompt_index, choice_index) ends with exactly one delta that has a finish_reason.
-    With `stream`, the server sends its initial metadata ("mii-request-id") as soon as the request
-    is found valid and queued, without waiting for a token. Errors come as described in mii/status.py.
+    With `stream`, and always from a worker, the initial metadata ("mii-request-id") comes as soon
+    as the request is found valid and queued, without waiting for a token. Errors come as described in mii/status.py.
     """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
@@ -49,8 +49,8 @@ class InferenceAsyncStub(InferenceStub):
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates for every prompt of the request. Messages arrive as engine steps complete; each
     sequence (prompt_index, choice_index) ends with exactly one delta that has a finish_reason.
-    With `stream`, the server sends its initial metadata ("mii-request-id") as soon as the request
-    is found valid and queued, without waiting for a token. Errors come as described in mii/status.py.
+    With `stream`, and always from a worker, the initial metadata ("mii-request-id") comes as soon
+    as the request is found valid and queued, without waiting for a token. Errors come as described in mii/status.py.
     """
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
     Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]  # type: ignore[assignment]
@@ -65,8 +65,8 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
         """Generates for every prompt of the request. Messages arrive as engine steps complete; each
         sequence (prompt_index, choice_index) ends with exactly one delta that has a finish_reason.
-        With `stream`, the server sends its initial metadata ("mii-request-id") as soon as the request
-        is found valid and queued, without waiting for a token. Errors come as described in mii/status.py.
+        With `stream`, and always from a worker, the initial metadata ("mii-request-id") comes as soon
+        as the request is found valid and queued, without waiting for a token. Errors come as described in mii/status.py.
         """
 
     @_abc_1.abstractmethod

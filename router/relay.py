@@ -2,6 +2,9 @@
 
 GenerateRequest --split--> Submission per prompt --policy--> replica
 Generation <--deltas of all submissions, as they come-- replicas
+
+A submission whose replica dies goes on at another one, after the tokens that have come: a worker
+that is given them has the same state as the one that made them (see `PartialAnswer`).
 """
 
 from __future__ import annotations
@@ -10,7 +13,6 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from mii.errors import InternalError, Unavailable
@@ -27,6 +29,7 @@ from mii.proto.inference_pb2 import (
 from mii.router.limits import MAX_PROMPTS_IN_FLIGHT, RequestLimit
 from mii.router.replicas import Replica, Replicas
 from mii.router.requests import split
+from mii.router.submission import ChoiceState, Submission
 from mii.router.transport import WorkerTransport
 
 # Beyond this, messages wait in the workers until the client has read.
@@ -36,47 +39,6 @@ _MAX_WAITING_MESSAGES: Final = 256
 _MAX_MERGED_BYTES: Final = 2**20
 
 _Answer = TypeVar("_Answer")
-
-
-@dataclass
-class ChoiceState:
-    """What has come back of one answer."""
-
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str = ""
-
-
-@dataclass(eq=False)
-class Submission:
-    """One prompt on its way: all that is needed to go on with it on another replica."""
-
-    request: GenerateRequest  # one prompt, its seed drawn
-    prompt_index: int  # in the client's request
-    choices: list[ChoiceState]
-
-    def record(self, response: GenerateResponse) -> None:
-        """Note what a worker has sent, and number it as the client does.
-
-        Raises:
-            InternalError: if the worker breaks the protocol.
-        """
-        for delta in response.deltas:
-            delta.prompt_index = self.prompt_index
-            if delta.choice_index >= len(self.choices):
-                raise InternalError(f"a worker answered as choice {delta.choice_index} of {self}")
-            choice = self.choices[delta.choice_index]
-            if choice.finish_reason:
-                raise InternalError(f"a worker went on after the end of {self}")
-            choice.token_ids.extend(delta.token_ids)
-            choice.finish_reason = delta.finish_reason
-
-    @property
-    def finished(self) -> bool:
-        """Whether every answer to the prompt has come to its end."""
-        return all(choice.finish_reason for choice in self.choices)
-
-    def __str__(self) -> str:
-        return f"request {self.request.request_id}"
 
 
 class Generation:
@@ -238,44 +200,41 @@ class Relay:
         return await self._ask(lambda worker: worker.list_models(timeout))
 
     async def _ask(self, question: Callable[[WorkerTransport], Awaitable[_Answer]]) -> _Answer:
-        replica = self._replicas.any()
-        try:
-            return await question(replica.transport)
-        except Unavailable as error:
-            raise self._gone(replica, error) from None
+        while True:
+            replica = self._replicas.any()
+            try:
+                return await question(replica.transport)
+            except Unavailable as error:
+                self._replicas.mark_down(replica, str(error))
 
     async def _deliver(
         self, submission: Submission, to: Generation, deadline: float | None
     ) -> None:
-        replica = self._replicas.pick(submission.request.prompts[0])
-        with replica.answering():
-            try:
-                await self._converse(replica, submission, to, deadline)
-            except Unavailable as error:
-                raise self._gone(replica, error) from None
-        if not submission.finished:
-            raise InternalError(f"a worker ended {submission} before its answers were whole")
+        while not submission.finished:
+            replica = await self._replicas.pick(submission.request.prompts[0], deadline)
+            with replica.answering():
+                try:
+                    await self._converse(replica, submission, to, deadline)
+                except Unavailable as error:
+                    self._replicas.mark_down(replica, str(error))
+                    submission.lose(replica.number, error)
+                    continue
+            if not submission.finished:
+                raise InternalError(f"a worker ended {submission} before its answers were whole")
 
     async def _converse(
         self, replica: Replica, submission: Submission, to: Generation, deadline: float | None
     ) -> None:
         now = asyncio.get_running_loop().time()
         timeout = None if deadline is None else max(0.0, deadline - now)
-        call = replica.transport.generate(submission.request, timeout)
+        call = replica.transport.generate(submission.next_request(), timeout)
         try:
-            if submission.request.stream:
-                await call.accepted()
-            to.accept()
+            await call.accepted()
+            if submission.accept():
+                to.accept()
             async for response in call:
-                submission.record(response)
-                if response.deltas:
-                    await to.put(response)
+                news = submission.record(response)
+                if news.deltas:
+                    await to.put(news)
         finally:
             call.cancel()
-
-    def _gone(self, replica: Replica, error: Unavailable) -> Unavailable:
-        self._replicas.mark_down(replica, str(error))
-        return Unavailable(
-            f"replica {replica.number} at {replica.address} stopped answering ({error}): "
-            "send the request again"
-        )

@@ -16,6 +16,7 @@ from mii.router.balancer import Policy, ReplicaLoad
 from mii.router.transport import WorkerTransport
 
 _PROBE_TIMEOUT: Final = 2.0  # seconds
+_PATIENCE: Final = 60.0  # seconds that a prompt waits for a replica that is to come back
 _PROBE_PAUSES: Final = (0.05, 0.1, 0.2, 0.5, 1.0)  # seconds between probes; the last one repeats
 
 _logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class Replicas:
         connect: Callable[[str], WorkerTransport],
         policy: Policy,
         on_change: Callable[[], None],
+        patience: float = _PATIENCE,
     ) -> None:
         """Begin with no replica.
 
@@ -57,10 +59,13 @@ class Replicas:
             connect: makes the way to the worker at an address.
             policy: chooses among the replicas that can answer.
             on_change: called each time that `serving` may have changed.
+            patience: seconds that a prompt waits for a replica that is to come back.
         """
         self._connect = connect
         self._policy = policy
-        self._on_change = on_change
+        self._tell_change = on_change
+        self._patience = patience
+        self._change = asyncio.Event()  # a new one for each change
         self._replicas: dict[int, Replica] = {}
         self._told: tuple[control.Replica, ...] = ()
         self._closing: set[asyncio.Task[None]] = set()
@@ -83,14 +88,39 @@ class Replicas:
         self._replicas = dict(sorted(self._replicas.items()))
         self._on_change()
 
-    def pick(self, prompt: Prompt) -> Replica:
-        """Return the replica that is to answer `prompt`.
+    async def pick(self, prompt: Prompt, deadline: float | None) -> Replica:
+        """Return the replica that is to answer `prompt`, once there is one.
+
+        Args:
+            prompt: for policies that look at it.
+            deadline: on the event loop's clock, when nobody waits for an answer any more.
 
         Raises:
-            Unavailable: at once, if none can.
+            Unavailable: if none can; at once, unless one that could is to come back.
+            DeadlineExceeded: if none comes back in time.
         """
+        patience = asyncio.get_running_loop().time() + self._patience
+        while self._returning and not self.serving:
+            await self._next_change(min(patience, deadline or patience))
         loads = [ReplicaLoad(replica.number, replica.outstanding) for replica in self._up()]
         return self._replicas[self._policy.choose(loads, prompt)]
+
+    @property
+    def _returning(self) -> bool:
+        """Whether a replica that could answer is to do so again."""
+        return any(info.returning or info.ready for info in self._told)
+
+    async def _next_change(self, until: float) -> None:
+        try:
+            async with asyncio.timeout_at(until):
+                await self._change.wait()
+        except TimeoutError:
+            raise Unavailable(f"{self._why_none()}; none has come back in time") from None
+
+    def _on_change(self) -> None:
+        self._change.set()
+        self._change = asyncio.Event()
+        self._tell_change()
 
     def any(self) -> Replica:
         """Return the least busy replica, for a question that any of them answers alike.

@@ -10,7 +10,7 @@ from grpc.aio import EOF  # type: ignore[attr-defined]  # grpc-stubs lacks it
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from mii.channel import channel_options
-from mii.errors import Unavailable
+from mii.errors import MIIError, Unavailable
 from mii.messages import ACCEPTED_KEY
 from mii.proto.inference_pb2 import (
     DetokenizeRequest,
@@ -25,7 +25,7 @@ from mii.proto.inference_pb2 import (
 from mii.proto.inference_pb2_grpc import InferenceStub
 from mii.proto.worker_pb2 import StatusRequest, StatusResponse
 from mii.proto.worker_pb2_grpc import WorkerStub
-from mii.status import error_of_call
+from mii.status import ERROR_KEY, error_of_call
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
@@ -120,7 +120,10 @@ class GrpcCall:
         self._first: GenerateResponse | None = None
 
     async def accepted(self) -> None:
-        metadata = await self._call.initial_metadata()
+        try:
+            metadata = await self._call.initial_metadata()
+        except grpc.aio.AioRpcError as error:
+            raise _error_of(error) from None
         if any(key == ACCEPTED_KEY for key, _ in metadata):
             return
         first = await self._read()
@@ -144,13 +147,21 @@ class GrpcCall:
         try:
             return await self._call.read()
         except grpc.aio.AioRpcError as error:
-            raise error_of_call(error) from None
+            raise _error_of(error) from None
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
             # Not this task was cancelled but the call, with its channel.
             raise Unavailable("the connection to the worker was given up") from None
+
+
+def _error_of(error: grpc.aio.AioRpcError) -> MIIError:
+    """Return what a failed call tells of; a connection that breaks off tells nothing itself."""
+    broken = error.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED)
+    if broken and not any(key == ERROR_KEY for key, _ in error.trailing_metadata() or ()):
+        return Unavailable(error.details() or "the connection to the worker broke off")
+    return error_of_call(error)
 
 
 async def _reply(

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from mii.engine.generator import Delta, Generator, Usage
 from mii.engine.plan import TokenLogprobs
 from mii.engine.prompts import GenerationRequest
-from mii.errors import InternalError, MIIError, Unavailable
+from mii.errors import Leaving, MIIError, Unavailable
 from mii.status import known_error
 
 _logger = logging.getLogger(__name__)
@@ -53,11 +53,11 @@ class EngineCall:
 
     Args:
         count: how many sequences.
-        whole: give each sequence in one piece, when it has ended.
+        least: tokens of a piece at least, unless it is a sequence's last.
     """
 
-    def __init__(self, count: int, *, whole: bool) -> None:
-        self._whole = whole
+    def __init__(self, count: int, *, least: int) -> None:
+        self._least = least
         self._running = count
         self._pieces: dict[int, Piece] = {}
         self._ended: list[Piece] = []
@@ -109,7 +109,7 @@ class EngineCall:
         if delta.finish_reason is not None:
             self._ended.append(self._pieces.pop(index))
             self._running -= 1
-        if self._ended or not self._whole:
+        if delta.finish_reason is not None or len(piece.token_ids) >= self._least:
             self._news.set()
 
     def fail(self, error: MIIError) -> None:
@@ -119,9 +119,9 @@ class EngineCall:
 
     def _take(self) -> list[Piece]:
         pieces, self._ended = self._ended, []
-        if not self._whole:
-            pieces.extend(self._pieces.values())
-            self._pieces = {}
+        for index, piece in list(self._pieces.items()):
+            if len(piece.token_ids) >= self._least:
+                pieces.append(self._pieces.pop(index))
         return pieces
 
     async def _wait(self) -> None:
@@ -166,21 +166,21 @@ class EngineLoop:
 
     @asynccontextmanager
     async def submit(
-        self, requests: Sequence[GenerationRequest], *, whole: bool
+        self, requests: Sequence[GenerationRequest], *, least: int = 1
     ) -> AsyncIterator[EngineCall]:
         """Queue all requests of a call, or none; on the way out nothing of them is left running.
 
         Args:
             requests: one for each sequence.
-            whole: give each sequence in one piece, when it has ended.
+            least: tokens of a piece at least, unless it is a sequence's last.
 
         Raises:
             InvalidArgument, Overloaded: if the engine refuses one of them.
-            Unavailable, InternalError: if the engine is stopping or has failed.
+            Unavailable: if the engine is stopping or has failed.
         """
         if self._refusal is not None:
             raise _again(self._refusal)
-        call = EngineCall(len(requests), whole=whole)
+        call = EngineCall(len(requests), least=least)
         self._calls.add(call)
         self._post(_Add(call, requests))
         try:
@@ -206,7 +206,7 @@ class EngineLoop:
 
     def stop(self) -> None:
         """End all calls as unavailable, and let `run` return."""
-        self._tell(self.fail_calls, Unavailable("this worker is stopping: send the request again"))
+        self._tell(self.fail_calls, Leaving("this worker is stopping: send the request again"))
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -230,7 +230,7 @@ class EngineLoop:
                     self._step()
         except BaseException as error:
             kind = "" if isinstance(error, MIIError) else f"{type(error).__name__}: "
-            self._tell(self.fail_calls, InternalError(f"the engine has failed: {kind}{error}"))
+            self._tell(self.fail_calls, Unavailable(f"the engine has failed: {kind}{error}"))
             raise
 
     def _take_commands(self) -> bool:

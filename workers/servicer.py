@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -51,6 +51,9 @@ from mii.status import errors_as_status
 from mii.workers.loop import EngineLoop, Piece
 
 _PROMPT_THREADS: Final = 2
+# Of an answer that is not streamed, the router gets so many at a time: what it has is not lost with
+# the worker, and costs next to nothing.
+_UNSTREAMED_TOKENS: Final = 64
 _NAMED_TOKENS: Final = 65536  # whose bytes are remembered, for log-probabilities
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -89,9 +92,9 @@ class Servicer(InferenceServicer):
         async with errors_as_status(context, request_id):
             sequences = await self._aside(lambda: self._prepare(request, request_id))
             requests = [sequence.request for sequence in sequences]
-            async with self._engine.submit(requests, whole=not request.stream) as call:
-                if request.stream:
-                    await context.send_initial_metadata(((ACCEPTED_KEY, request_id),))
+            least = 1 if request.stream else _UNSTREAMED_TOKENS
+            async with self._engine.submit(requests, least=least) as call:
+                await context.send_initial_metadata(((ACCEPTED_KEY, request_id),))
                 async for pieces in call:
                     deltas = [self._delta(sequences[piece.index], piece) for piece in pieces]
                     await context.write(GenerateResponse(deltas=deltas))
@@ -130,6 +133,7 @@ class Servicer(InferenceServicer):
         check_request(request, self._model.id)
         params = check_params(sampling_values(request.sampling), "SamplingParams")
         defaults = defaults_of(request.defaults)
+        resumed = _resumed(request)
         return [
             _Sequence(index, sequence)
             for index, prompt in enumerate(request.prompts)
@@ -139,6 +143,7 @@ class Servicer(InferenceServicer):
                 request_id=request_id,
                 defaults=defaults,
                 strict=defaults is Defaults.MODEL,
+                resumed=resumed,
             )
         ]
 
@@ -180,6 +185,22 @@ class Servicer(InferenceServicer):
     def _token_bytes(self, token: int) -> bytes:
         tokenizer = self._prompts.optional_tokenizer
         return tokenizer.token_bytes(token) if tokenizer is not None else b""
+
+
+def _resumed(request: GenerateRequest) -> dict[int, Sequence[int]] | None:
+    """Return the answers to go on with, by choice; None: begin all of them.
+
+    Raises:
+        InvalidArgument: if it is not clear how they go on.
+    """
+    if not request.resume:
+        return None
+    if len(request.prompts) != 1 or not request.sampling.HasField("seed"):
+        raise InvalidArgument("resume goes with exactly one prompt and a seed", "resume")
+    resumed = {answer.choice_index: answer.token_ids for answer in request.resume}
+    if len(resumed) != len(request.resume):
+        raise InvalidArgument("resume names a choice twice", "resume")
+    return {choice: tuple(ids) for choice, ids in resumed.items()}
 
 
 def engine_prompt(prompt: Prompt) -> EnginePrompt:

@@ -70,12 +70,13 @@ class InferenceEngineV2:
     # The serving path.
 
     def add_request(self, request: ScheduledRequest, sampling: SamplingState) -> None:
-        """Queue a request; its tokens come out of `step`.
+        """Queue a request; its tokens come out of `step`, those after its `answer_ids`.
 
         Raises:
             InvalidArgument: if the engine could never hold it.
         """
         self._scheduler.add(request)
+        sampling.replay(request.answer_ids)
         self._sampling[request.uid] = sampling
         self._host_sampled += sampling.needs_host
         self._prompt_tokens += len(request.prompt_ids)

@@ -90,17 +90,22 @@ class Generator:
             prompt_ids=request.prompt_ids,
             max_new_tokens=request.max_new_tokens,
             stop_ids=request.stop_ids,
+            answer_ids=request.answer_ids,
         )
         self.engine.add_request(scheduled, SamplingState.of(request))
         tokenizer = self.prompts.optional_tokenizer
-        self._sequences[handle] = _Sequence(
+        sequence = self._sequences[handle] = _Sequence(
             request=request,
             scheduled=scheduled,
             arrived=time.monotonic(),
             detokenizer=Detokenizer(tokenizer) if tokenizer is not None else None,
             stops=StopMatcher(request.stop_strings),
             text=request.prefix_text,
+            num_generated=len(request.answer_ids),
         )
+        if sequence.detokenizer is not None:
+            for token in request.answer_ids:  # one at a time, as they came: the same is held back
+                sequence.stops.push(sequence.detokenizer.push((token,)))
         return handle
 
     def abort(self, handle: int) -> None:

@@ -46,6 +46,7 @@ class GenerationRequest:
     stop_ids: frozenset[int]  # ids that end the sequence
     stop_strings: tuple[str, ...]
     prefix_text: str = ""  # what the answer's text begins with
+    answer_ids: tuple[int, ...] = ()  # the answer so far, by another engine: to be gone on with
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,7 @@ class PromptProcessor:
         request_id: str,
         defaults: Defaults = Defaults.MII,
         strict: bool = False,
+        resumed: Mapping[int, Sequence[int]] | None = None,
     ) -> list[GenerationRequest]:
         """Return one request for each of the `n` answers.
 
@@ -96,6 +98,8 @@ class PromptProcessor:
             request_id: for logs.
             defaults: what stands in for parameters left out.
             strict: refuse a max_new_tokens that the context cannot hold.
+            resumed: the answers, by choice, that another engine has begun and that are to be gone
+                on with, and their tokens so far; None: all `n`, from the beginning.
 
         Raises:
             InvalidArgument: for a prompt or parameter that this model cannot take.
@@ -105,10 +109,7 @@ class PromptProcessor:
         ids = self.tokenize(prompt)
         if not ids:
             raise InvalidArgument("the prompt is empty: send at least one token", "prompt")
-        if max(ids) >= self.limits.vocab_size or min(ids) < 0:
-            wrong = next(i for i in ids if not 0 <= i < self.limits.vocab_size)
-            allowed = f"a token id from 0 to {self.limits.vocab_size - 1}"
-            raise InvalidArgument.of("prompt", wrong, allowed)
+        self._check_ids(ids, "prompt")
         room = resolve_length(params, len(ids), self.limits.max_length, strict=strict)
         stop_strings, special_ids = params.stop, frozenset[int]()
         if params.stop:
@@ -125,7 +126,26 @@ class PromptProcessor:
             stop_strings=stop_strings,
             prefix_text=self._prompt_text(prompt, ids) if params.return_full_text else "",
         )
-        return [replace(request, choice_index=choice) for choice in range(params.n)]
+        if resumed is None:
+            resumed = {choice: () for choice in range(params.n)}
+        return [
+            self._resume(replace(request, choice_index=choice), answer)
+            for choice, answer in resumed.items()
+        ]
+
+    def _resume(self, request: GenerationRequest, answer: Sequence[int]) -> GenerationRequest:
+        """Let a request go on after the tokens of its answer so far."""
+        if not 0 <= request.choice_index < request.params.n:
+            allowed = f"an answer's number from 0 to {request.params.n - 1}"
+            raise InvalidArgument.of("resume.choice_index", request.choice_index, allowed)
+        if not answer:
+            return request
+        if len(answer) >= request.max_new_tokens:
+            allowed = f"shorter than the whole answer, {request.max_new_tokens} tokens"
+            raise InvalidArgument.of("resume.token_ids", answer, allowed)
+        self._check_ids(answer, "resume.token_ids")
+        # The text that the answer begins with has been shown.
+        return replace(request, answer_ids=tuple(answer), prefix_text="")
 
     def tokenize(self, prompt: Prompt, add_special_tokens: bool = True) -> Sequence[int]:
         """Return the token ids of a prompt; the text of a conversation gets no further ones.
@@ -146,6 +166,12 @@ class PromptProcessor:
             )
             return self.tokenizer.encode(text, False, limit=self.limits.max_length)
         return prompt
+
+    def _check_ids(self, ids: Sequence[int], field_name: str) -> None:
+        size = self.limits.vocab_size
+        if max(ids) >= size or min(ids) < 0:
+            wrong = next(i for i in ids if not 0 <= i < size)
+            raise InvalidArgument.of(field_name, wrong, f"a token id from 0 to {size - 1}")
 
     def _prompt_text(self, prompt: Prompt, ids: Sequence[int]) -> str:
         return prompt if isinstance(prompt, str) else self.tokenizer.decode(ids)

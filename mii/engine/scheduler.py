@@ -24,12 +24,16 @@ class ScheduledRequest:
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
     stop_ids: frozenset[int] = frozenset()  # ids that end the sequence
+    answer_ids: tuple[int, ...] = ()  # new tokens that are known already, from another engine
     sequence: SequenceState | None = field(default=None, init=False)  # once it has been admitted
     num_generated: int = field(default=0, init=False)  # known new tokens
     num_preemptions: int = field(default=0, init=False)
     num_cached: int = field(default=0, init=False)  # prompt tokens out of the prefix cache
     admitted_at: float | None = field(default=None, init=False)  # time.monotonic(), the first time
     is_running: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.num_generated = len(self.answer_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +215,7 @@ class Scheduler:
         sequence = request.sequence
         if sequence is None:
             sequence = request.sequence = self.state.get_or_create_sequence(request.uid)
-            sequence.token_ids = list(request.prompt_ids)
+            sequence.token_ids = [*request.prompt_ids, *request.answer_ids]
             sequence.prompt_length = len(request.prompt_ids)
         if sequence.num_in_flight:  # preempted while a step was under way: its token comes first
             return False

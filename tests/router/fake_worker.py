@@ -67,6 +67,7 @@ class FakeWorker(InferenceServicer):
         self.running = 0
         self.ended = Counter[str]()  # how calls ended: whole, cancelled, failed
         self.release = asyncio.Event()  # lets <hold> go on
+        self.release_again = asyncio.Event()  # lets <hold-again> go on
         self._changed = asyncio.Condition()
         self.health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
@@ -139,9 +140,10 @@ class FakeWorker(InferenceServicer):
         if request.stream and "<lazy>" not in words:
             await context.send_initial_metadata((("mii-request-id", request.request_id),))
         choices = request.sampling.n if request.sampling.HasField("n") else 1
-        for choice in range(choices):
+        begun = {answer.choice_index: len(answer.token_ids) for answer in request.resume}
+        for choice in begun or range(choices):
             whole: SequenceDelta | None = None
-            async for delta in self._sequence(request, words, choice):
+            async for delta in self._sequence(request, words, choice, begun.get(choice, 0)):
                 if request.stream:
                     yield delta
                 elif whole is None:
@@ -153,13 +155,13 @@ class FakeWorker(InferenceServicer):
                 yield whole
 
     async def _sequence(
-        self, request: GenerateRequest, words: list[str], choice: int
+        self, request: GenerateRequest, words: list[str], choice: int, begun: int
     ) -> AsyncIterator[SequenceDelta]:
         sampling = request.sampling
         limit = sampling.max_new_tokens if sampling.HasField("max_new_tokens") else len(words)
         answer = words[:limit]
-        for index, word in enumerate(answer):
-            await self._act(word)
+        for index, word in list(enumerate(answer))[begun:]:
+            await self._act(word, choice)
             text = word + " " if choice == 0 else f"{word}/{choice} "
             if index == 0 and sampling.return_full_text:
                 text = " ".join(words) + "|" + text
@@ -178,10 +180,14 @@ class FakeWorker(InferenceServicer):
                 )
             yield delta
 
-    async def _act(self, word: str) -> None:
+    async def _act(self, word: str, choice: int) -> None:
         match word:
             case "<hold>":
                 await self.release.wait()
+            case "<hold-second>" if choice == 1:
+                await self.release.wait()
+            case "<hold-again>":
+                await self.release_again.wait()
             case "<bug>":
                 raise ZeroDivisionError("secret words")
             case "<full>":

@@ -100,7 +100,7 @@ def test_a_call_given_up_before_its_turn_is_never_computed(start_worker: StartWo
 
 
 async def test_what_waits_for_a_slow_reader_is_merged() -> None:
-    call = EngineCall(2, whole=False)
+    call = EngineCall(2, least=1)
     for step in range(1000):
         for index in range(2):
             call.deliver(index, delta(f"{step} ", step, "length" if step == 999 else None))
@@ -115,7 +115,7 @@ async def test_what_waits_for_a_slow_reader_is_merged() -> None:
 
 
 async def test_what_a_step_gives_a_call_comes_together() -> None:
-    call = EngineCall(3, whole=False)
+    call = EngineCall(3, least=1)
     call.deliver(0, delta("a", 1))
     call.deliver(1, delta("b", 2, "stop"))
     call.deliver(2, delta("c", 3))
@@ -123,7 +123,7 @@ async def test_what_a_step_gives_a_call_comes_together() -> None:
 
 
 async def test_whole_answers_wake_nobody_before_they_have_ended() -> None:
-    call = EngineCall(2, whole=True)
+    call = EngineCall(2, least=64)
     reading = asyncio.ensure_future(anext(call))
     call.deliver(0, delta("a", 1))
     call.deliver(1, delta("b", 2))
@@ -141,7 +141,7 @@ async def test_whole_answers_wake_nobody_before_they_have_ended() -> None:
 
 
 async def test_what_came_before_an_error_is_not_lost() -> None:
-    call = EngineCall(1, whole=False)
+    call = EngineCall(1, least=1)
     call.deliver(0, delta("a", 1))
     call.fail(Unavailable("gone"))
     assert [piece.token_ids for piece in await anext(call)] == [[1]]
@@ -165,7 +165,7 @@ def test_an_engine_that_fails_tells_every_call_why(start_worker: StartWorker) ->
     for call in calls:
         with pytest.raises(grpc.RpcError):
             token_ids(call)
-        assert call.code() is grpc.StatusCode.INTERNAL
+        assert call.code() is grpc.StatusCode.UNAVAILABLE
         assert "ZeroDivisionError: the last straw" in call.details()
 
 

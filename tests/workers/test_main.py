@@ -21,7 +21,7 @@ from mii.channel import channel_options
 from mii.client import MIIClient
 from mii.config import DeploymentConfig
 from mii.control import Failed, Message, Progress, Ready, Stop
-from mii.errors import InternalError, ModelError, Unavailable
+from mii.errors import ModelError, Unavailable
 from mii.launchers.local import Child, LocalLauncher
 from mii.proto.worker_pb2 import StatusRequest, StatusResponse
 from mii.proto.worker_pb2_grpc import WorkerStub
@@ -127,7 +127,7 @@ def test_a_rank_that_dies_takes_its_replica_along_with_a_reason(
     (first, second), ports = replica
     second.process.kill()
     second.process.wait()
-    with MIIClient(f"127.0.0.1:{ports[0]}") as client, pytest.raises(InternalError) as caught:
+    with MIIClient(f"127.0.0.1:{ports[0]}") as client, pytest.raises(Unavailable) as caught:
         client("hello", max_new_tokens=7)
     words = "rank 1 of this replica has died"
     assert str(caught.value) == f"the engine has failed: {words}"

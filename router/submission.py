@@ -1,0 +1,140 @@
+"""One prompt on its way: what is needed to go on with it on another replica."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Final
+
+from mii.errors import InternalError, Leaving, Unavailable
+from mii.proto.inference_pb2 import GenerateRequest, GenerateResponse, PartialAnswer, SequenceDelta
+
+_MAX_MOVES: Final = 16  # from replica to replica
+
+
+@dataclass
+class ChoiceState:
+    """What has come back of one answer."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    whole: SequenceDelta | None = None  # all of it, where the client wants it in one piece
+
+
+@dataclass(eq=False)
+class Submission:
+    """One prompt on its way.
+
+    Args:
+        request: one prompt, its seed drawn.
+        prompt_index: of the prompt in the client's request.
+        choices: one for each answer, empty.
+    """
+
+    request: GenerateRequest
+    prompt_index: int
+    choices: list[ChoiceState]
+    moves: int = field(default=0, init=False)
+    strikes: int = field(default=0, init=False)  # replicas in a row that died of it, it seems
+    _accepted: bool = field(default=False, init=False)  # by any replica
+    _in_hands: bool = field(default=False, init=False)  # of the replica that it is sent to now
+    _moved_on: bool = field(default=False, init=False)  # a token has come from that replica
+    _began: float = field(default_factory=time.monotonic, init=False)
+    _sent: float = field(default=0.0, init=False)  # to the replica that has it now
+
+    def next_request(self) -> GenerateRequest:
+        """Return what to ask the next replica: the whole request, or what is left of it."""
+        self._in_hands = self._moved_on = False
+        self._sent = time.monotonic()
+        if not any(choice.token_ids or choice.finish_reason for choice in self.choices):
+            return self.request
+        rest = GenerateRequest()
+        rest.CopyFrom(self.request)
+        rest.resume.extend(
+            PartialAnswer(choice_index=index, token_ids=choice.token_ids)
+            for index, choice in enumerate(self.choices)
+            if not choice.finish_reason
+        )
+        return rest
+
+    def accept(self) -> bool:
+        """Note that a replica has queued the request; return whether it is the first to do so."""
+        first = not self._accepted
+        self._accepted = self._in_hands = True
+        return first
+
+    def record(self, response: GenerateResponse) -> GenerateResponse:
+        """Take in what a worker has sent; return what of it the client is to get now.
+
+        Raises:
+            InternalError: if the worker breaks the protocol.
+        """
+        ended = GenerateResponse()
+        for delta in response.deltas:
+            delta.prompt_index = self.prompt_index
+            if delta.choice_index >= len(self.choices):
+                raise InternalError(f"a worker answered as choice {delta.choice_index} of {self}")
+            choice = self.choices[delta.choice_index]
+            if choice.finish_reason:
+                raise InternalError(f"a worker went on after the end of {self}")
+            choice.token_ids.extend(delta.token_ids)
+            choice.finish_reason = delta.finish_reason
+            self._moved_on = True
+            self._correct_times(delta)
+            if not self.request.stream and (whole := _joined(choice, delta)).finish_reason:
+                ended.deltas.append(whole)
+                choice.whole = None
+        return response if self.request.stream else ended
+
+    @property
+    def finished(self) -> bool:
+        """Whether every answer to the prompt has come to its end."""
+        return all(choice.finish_reason for choice in self.choices)
+
+    def lose(self, replica: int, error: Unavailable) -> None:
+        """Note that the replica that had the request is gone.
+
+        Raises:
+            InternalError: if the request seems to be what replicas die of.
+            Unavailable: if it has been moved too often.
+        """
+        self.moves += 1
+        if self._moved_on:
+            self.strikes = 0
+        if self._in_hands and not isinstance(error, Leaving):
+            self.strikes += 1
+        if self.strikes >= 2:
+            raise InternalError(
+                f"{self} is given up: two replicas in a row have died while they computed it, the "
+                f"last of them replica {replica} ({error}); it is sent to no other one"
+            )
+        if self.moves > _MAX_MOVES:
+            raise Unavailable(
+                f"{self} has been moved {_MAX_MOVES} times from a replica that was gone, the last "
+                f"time from replica {replica} ({error}): send it again"
+            )
+
+    def _correct_times(self, delta: SequenceDelta) -> None:
+        """Have the usage of a request that was moved count from its beginning."""
+        if self.moves and delta.finish_reason:
+            earlier = self._sent - self._began
+            delta.usage.total_seconds += earlier
+            delta.usage.time_to_first_token_seconds += earlier
+
+    def __str__(self) -> str:
+        return f"request {self.request.request_id}"
+
+
+def _joined(choice: ChoiceState, delta: SequenceDelta) -> SequenceDelta:
+    """Append a part of an answer to what has come of it."""
+    if choice.whole is None:
+        choice.whole = delta
+    else:
+        choice.whole.text += delta.text
+        choice.whole.token_ids.extend(delta.token_ids)
+        choice.whole.logprobs.extend(delta.logprobs)
+        choice.whole.finish_reason = delta.finish_reason
+        choice.whole.usage.CopyFrom(delta.usage)
+        if delta.HasField("stop_match"):
+            choice.whole.stop_match = delta.stop_match
+    return choice.whole
