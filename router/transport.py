@@ -159,7 +159,8 @@ class GrpcCall:
 def _error_of(error: grpc.aio.AioRpcError) -> MIIError:
     """Return what a failed call tells of; a connection that breaks off tells nothing itself."""
     broken = error.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED)
-    if broken and not any(key == ERROR_KEY for key, _ in error.trailing_metadata() or ()):
+    metadata: Any = error.trailing_metadata() or ()
+    if broken and not any(key == ERROR_KEY for key, _ in metadata):
         return Unavailable(error.details() or "the connection to the worker broke off")
     return error_of_call(error)
 
