@@ -14,6 +14,10 @@ from mii.proto.inference_pb2 import GenerateRequest, Prompt, SamplingParams
 
 MAX_SEQUENCES: Final = 4096  # of one request: prompts times answers to each
 MAX_NAME: Final = 256  # characters of a request id or a model's name
+# Bytes of sampling parameters: more than all of them at their limits take. And of one JSON text,
+# which takes a second to read: a million tokens' text is well below it.
+MAX_SAMPLING_BYTES: Final = 2**20
+MAX_JSON_BYTES: Final = 2**24
 
 # Initial metadata by which a server says that a request is valid and queued. Without it (or from a
 # server that never sends it before its first message), that message says so.
@@ -48,6 +52,7 @@ def check_request(request: GenerateRequest, served: str) -> None:
     check_model(request.model, served)
     check_request_id(request.request_id)
     defaults_of(request.defaults)
+    check_sampling_size(request.sampling.ByteSize())
     params = check_params(sampling_values(request.sampling), "SamplingParams")
     answers = params.get("n", 1)
     if not 1 <= len(request.prompts) * answers <= MAX_SEQUENCES:
@@ -74,8 +79,27 @@ def check_prompt(field: str, prompt: Prompt) -> None:
             raise InvalidArgument(f"{field} has no token ids", field)
         if min(prompt.token_ids.ids) < 0:
             raise InvalidArgument(f"{field} has a negative token id", field)
-    if content == "chat" and not prompt.chat.messages_json:
-        raise InvalidArgument(f"{field} has no messages", field)
+    if content == "chat":
+        if not prompt.chat.messages_json:
+            raise InvalidArgument(f"{field} has no messages", field)
+        size = prompt.chat.ByteSize()
+        if size > MAX_JSON_BYTES:
+            raise InvalidArgument(
+                f"{field} has {size} bytes of JSON: it must have at most {MAX_JSON_BYTES}", field
+            )
+
+
+def check_sampling_size(size: int) -> None:
+    """Refuse sampling parameters so large that to unpack them would keep others waiting.
+
+    Raises:
+        InvalidArgument: see above.
+    """
+    if size > MAX_SAMPLING_BYTES:
+        raise InvalidArgument(
+            f"the sampling parameters have {size} bytes: they must have at most "
+            f"{MAX_SAMPLING_BYTES}"
+        )
 
 
 def check_request_id(request_id: str) -> None:

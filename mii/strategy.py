@@ -63,7 +63,7 @@ class ModelFacts:
             name: _size(config, name) if config.get(name) else default
             for name, default in optional.items()
         }
-        context = config.get("max_position_embeddings")
+        given = config.get("max_position_embeddings")
         dtype = config.get("dtype") or config.get("torch_dtype")
         return ModelFacts(
             model_type=str(config.get("model_type")),
@@ -75,7 +75,7 @@ class ModelFacts:
             heads=heads,
             kv_heads=sizes["num_key_value_heads"],
             head_dim=sizes["head_dim"],
-            context=context if isinstance(context, int) and context > 0 else None,
+            context=None if given is None else _size(config, "max_position_embeddings"),
             tied=bool(config.get("tie_word_embeddings", False)),
         )
 
@@ -327,9 +327,24 @@ class _Planner:
             return
         else:
             blocks, why = self._blocks_by_memory(weights, block_bytes)
+        if engine.device == "cpu":
+            self._check_fits(blocks * block_bytes)
         tokens = blocks * engine.block_size
         shown = f"{blocks} blocks = {tokens} tokens, {_size_text(blocks * block_bytes)} per replica"
         self._set("KV cache", shown, why, num_blocks=blocks)
+
+    def _check_fits(self, cache_bytes: int) -> None:
+        """Refuse a KV cache beyond the machine's memory, whose pages are taken as they are used."""
+        engine, most = self._engine, self._machine.memory_bytes // self._replicas
+        if cache_bytes <= most:
+            return
+        field = "num_blocks" if engine.num_blocks is not None else "kv_cache_bytes"
+        replicas = f" for each of {self._replicas} replicas" if self._replicas > 1 else ""
+        raise InvalidArgument(
+            f"{field} = {getattr(engine, field)} asks for a KV cache of "
+            f"{_size_text(cache_bytes)}{replicas}: at most {_size_text(most)} are free here",
+            field,
+        )
 
     def _blocks_by_memory(self, weights: int, block_bytes: int) -> tuple[int, str]:
         """Give the cache what is of use, up to a quarter of the memory that the weights leave."""

@@ -12,7 +12,7 @@ from google.protobuf.empty_pb2 import Empty
 
 from mii.engine.params import check_params
 from mii.errors import InvalidArgument
-from mii.messages import new_request_id, sampling_message
+from mii.messages import MAX_SEQUENCES, check_sampling_size, new_request_id, sampling_message
 from mii.proto.inference_pb2 import (
     DEFAULTS_MII,
     GenerateRequest,
@@ -91,9 +91,18 @@ class LegacyServicer(ModelResponseServicer):
 def _generate_request(
     request: MultiStringRequest, request_id: str, *, stream: bool
 ) -> GenerateRequest:
+    """Return our request for one of DeepSpeed-MII, which is emptied."""
+    count = len(request.request)
+    if count > MAX_SEQUENCES:  # before they are copied: a message may hold millions
+        raise InvalidArgument(
+            f"a request has 1 to {MAX_SEQUENCES} prompts: this one has {count}", "request"
+        )
+    texts = list(request.request)
+    request.ClearField("request")
+    check_sampling_size(request.ByteSize())
     return GenerateRequest(
         request_id=request_id,
-        prompts=[Prompt(text=text) for text in request.request],
+        prompts=[Prompt(text=text) for text in texts],
         sampling=sampling_message(check_params(keyword_arguments(request.query_kwargs))),
         stream=stream,
         defaults=DEFAULTS_MII,

@@ -112,9 +112,7 @@ class Servicer(InferenceServicer):
     async def Detokenize(self, request: DetokenizeRequest, context: Context) -> DetokenizeResponse:
         async with errors_as_status(context, new_request_id()):
             check_model(request.model, self._model.id)
-            text = await self._aside(
-                lambda: self._decode(list(request.ids), request.keep_special_tokens)
-            )
+            text = await self._aside(lambda: self._decode(request.ids, request.keep_special_tokens))
             return DetokenizeResponse(text=text)
 
     async def ListModels(self, request: ListModelsRequest, context: Context) -> ListModelsResponse:
@@ -147,12 +145,19 @@ class Servicer(InferenceServicer):
             )
         ]
 
-    def _decode(self, ids: list[int], keep_special_tokens: bool) -> str:
+    def _decode(self, ids: Sequence[int], keep_special_tokens: bool) -> str:
+        count, limit = len(ids), self._model.max_length
+        if count > limit:  # before they are looked at: there may be millions
+            raise InvalidArgument(
+                f"ids has {count} token ids: it must have at most {limit}, the context", "ids"
+            )
         allowed = range(self._model.vocab_size)
         for token in ids:
             if token not in allowed:
                 raise InvalidArgument.of("ids", token, f"a token id from 0 to {allowed[-1]}")
-        return self._prompts.tokenizer.decode(ids, skip_special_tokens=not keep_special_tokens)
+        return self._prompts.tokenizer.decode(
+            list(ids), skip_special_tokens=not keep_special_tokens
+        )
 
     def _delta(self, sequence: _Sequence, piece: Piece) -> SequenceDelta:
         if piece.usage is not None:

@@ -15,7 +15,7 @@ from mii.engine.params import (
     resolve_params,
 )
 from mii.engine.stopping import split_special_stops
-from mii.errors import InvalidArgument
+from mii.errors import ContextLengthExceeded, InvalidArgument
 from mii.models.tokenizer import TokenizerLike
 
 
@@ -109,8 +109,8 @@ class PromptProcessor:
         ids = self.tokenize(prompt)
         if not ids:
             raise InvalidArgument("the prompt is empty: send at least one token", "prompt")
-        self._check_ids(ids, "prompt")
         room = resolve_length(params, len(ids), self.limits.max_length, strict=strict)
+        self._check_ids(ids, "prompt")  # after their number: there may be millions
         stop_strings, special_ids = params.stop, frozenset[int]()
         if params.stop:
             stop_strings, special_ids = split_special_stops(params.stop, self.tokenizer)
@@ -157,6 +157,7 @@ class PromptProcessor:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, add_special_tokens, limit=self.limits.max_length)
         if isinstance(prompt, ChatPrompt):
+            self._check_count(prompt)
             text = self.tokenizer.render_chat(
                 prompt.messages,
                 tools=prompt.tools,
@@ -172,6 +173,16 @@ class PromptProcessor:
         if max(ids) >= size or min(ids) < 0:
             wrong = next(i for i in ids if not 0 <= i < size)
             raise InvalidArgument.of(field_name, wrong, f"a token id from 0 to {size - 1}")
+
+    def _check_count(self, prompt: ChatPrompt) -> None:
+        """Refuse, before it is rendered, a conversation of more messages than there is room for."""
+        count = len(prompt.messages)
+        if count > self.limits.max_length:
+            raise ContextLengthExceeded(
+                f"the conversation has {count} messages, and the context is "
+                f"{self.limits.max_length} tokens: leave out older messages",
+                "messages",
+            )
 
     def _prompt_text(self, prompt: Prompt, ids: Sequence[int]) -> str:
         return prompt if isinstance(prompt, str) else self.tokenizer.decode(ids)

@@ -10,10 +10,11 @@ from typing import Any, Final, NoReturn
 import msgspec
 from aiohttp import web
 
-from mii.channel import MAX_MESSAGE_BYTES
 from mii.errors import InvalidArgument, shorten
+from mii.messages import MAX_JSON_BYTES
 
-MAX_BODY_BYTES: Final = MAX_MESSAGE_BYTES
+# Read in one go, between other requests' tokens.
+MAX_BODY_BYTES: Final = MAX_JSON_BYTES
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _NOT_ASCII = re.compile("[^\x00-\x7f]+")

@@ -17,7 +17,7 @@ from mii.errors import (
     Overloaded,
     Unavailable,
 )
-from mii.router.gateway.body import json_response
+from mii.router.gateway.body import MAX_BODY_BYTES, json_response
 
 # An error's status is that of the nearest of its classes that stands here.
 _STATUSES: Final[dict[type[MIIError], int]] = {
@@ -65,7 +65,11 @@ def http_error_response(error: web.HTTPException, request: web.Request) -> web.R
         headers["Allow"] = allowed
         message, code = f"{here} is not allowed: use {allowed}", "method_not_allowed"
     elif isinstance(error, web.HTTPRequestEntityTooLarge):
-        message, code = f"the body is too large: {error.text}", "request_too_large"
+        message, code = (
+            f"the body is too large: send at most {MAX_BODY_BYTES} bytes, and many prompts in "
+            "several requests",
+            "request_too_large",
+        )
     else:
         message, code = error.reason, "http_error"
     return json_response(_body(message, error.status, None, code), error.status, headers)

@@ -101,7 +101,7 @@ def test_a_body_in_chunks_is_read(router: RouterProcess) -> None:
 def test_a_body_beyond_the_limit_is_refused_unread(router: RouterProcess) -> None:
     with closing(connect(router)) as connection:
         connection.putrequest("POST", GENERATE)
-        connection.putheader("Content-Length", str(2**27 + 1))
+        connection.putheader("Content-Length", str(2**24 + 1))
         connection.endheaders()
         response = connection.getresponse()
         assert response.status == 413

@@ -20,12 +20,14 @@ from mii.errors import (
     Overloaded,
     Unavailable,
 )
-from mii.messages import MAX_SEQUENCES
+from mii.messages import MAX_JSON_BYTES, MAX_SAMPLING_BYTES, MAX_SEQUENCES
 from mii.proto.inference_pb2 import (
+    Chat,
     DetokenizeRequest,
     GenerateRequest,
     ListModelsRequest,
     Prompt,
+    SamplingParams,
     SequenceDelta,
     TokenizeRequest,
 )
@@ -172,6 +174,24 @@ def test_bad_prompts_are_refused(
     error = error_of(router, ParseDict({"prompts": prompts}, GenerateRequest()))
     assert isinstance(error, InvalidArgument)
     assert error.field == field
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        GenerateRequest(prompts=[Prompt(chat=Chat(messages_json=" " * MAX_JSON_BYTES))]),
+        GenerateRequest(
+            prompts=[Prompt(text="a")], sampling=SamplingParams(stop=["x" * MAX_SAMPLING_BYTES])
+        ),
+    ],
+    ids=["conversation", "sampling parameters"],
+)
+def test_what_would_take_long_to_unpack_is_refused_before_that(
+    router: RouterProcess, workers: list[FakeWorker], request_: GenerateRequest
+) -> None:
+    error = error_of(router, request_)
+    assert isinstance(error, InvalidArgument)
+    assert "bytes" in str(error)
 
 
 def test_too_many_answers_to_too_many_prompts_are_refused(

@@ -146,6 +146,8 @@ def test_one_stop_string_stays_one(
         (("GeneratorReply", ["a"], {"max_tokenz": 5}), ["max_tokenz", "max_tokens"]),
         (("GeneratorReply", ["a"], {"stop": {"a": "x"}}), ["stop"]),
         (("GeneratorReply", [], {}), ["prompts"]),
+        (("GeneratorReply", ["a"] * 4097, {}), ["4097"]),
+        (("GeneratorReply", ["a"], {"stop": "x" * 2**20}), ["bytes"]),
         (("GeneratorReplyStream", ["a", "b"], {}), ["exactly one prompt"]),
         (("GeneratorReplyStream", [], {}), ["exactly one prompt"]),
         (("GeneratorReplyStream", ["a"], {"temperature": -1}), ["temperature"]),

@@ -215,6 +215,7 @@ REFUSED: list[tuple[GenerateRequest, grpc.StatusCode, str]] = [
     (chat("{}"), _INVALID, "messages"),
     (chat("[1]"), _INVALID, "messages"),
     (chat("[" * 100_000), _INVALID, "messages"),
+    (chat(json.dumps([{"role": "user", "content": ""}] * 257)), _INVALID, "messages"),
     (GenerateRequest(prompts=[Prompt(text="a")], request_id="é"), _INVALID, "request_id"),
 ]
 
@@ -248,6 +249,7 @@ def test_what_cannot_be_is_refused_by_name(
         ("Tokenize", TokenizeRequest(prompt=Prompt(chat=Chat(messages_json="{"))), "messages"),
         ("Detokenize", DetokenizeRequest(ids=[1, VOCAB]), f"ids = {VOCAB}"),
         ("Detokenize", DetokenizeRequest(ids=[-1]), "ids = -1"),
+        ("Detokenize", DetokenizeRequest(ids=[97] * 257), "at most 256"),
         ("Detokenize", DetokenizeRequest(model="other"), "other"),
     ],
 )
@@ -304,7 +306,8 @@ def test_other_calls_go_on_while_a_long_text_is_tokenised(start_worker: StartWor
         assert len(long.result(10)) == 1
 
 
-def test_messages_may_be_large(worker: ServedWorker) -> None:
+def test_messages_may_be_large(start_worker: StartWorker) -> None:
+    worker = start_worker(max_length=2_000_000)
     text = "x" * (8 * 2**20)  # beyond gRPC's own 4 MiB
     ids_ = [120] * 2_000_000
     assert worker.stub.Detokenize(DetokenizeRequest(ids=ids_)).text == "x" * len(ids_)
