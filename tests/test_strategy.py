@@ -163,6 +163,8 @@ def test_sequences_never_exceed_tokens_of_a_step() -> None:
         (LAPTOP, {"max_length": 8193}, "max_length", "8192"),
         (LAPTOP, {"max_length": 100, "num_blocks": 3}, "max_length", "96 tokens"),
         (LAPTOP, {"kv_cache_bytes": 10}, "kv_cache_bytes", "one block"),
+        (LAPTOP, {"kv_cache_bytes": 17 * GB}, "kv_cache_bytes", r"at most 16\.0 GB"),
+        (LAPTOP, {"num_blocks": 10**6}, "num_blocks", r"at most 16\.0 GB"),
         (
             LAPTOP,
             {"max_ragged_sequence_count": 9, "max_ragged_batch_size": 8},
@@ -228,7 +230,13 @@ def test_cuda_visible_devices_is_honoured(visible: str | None, devices: list[str
 
 
 @pytest.mark.parametrize(
-    "facts", [{"hidden_size": None}, {"num_attention_heads": "9"}, {"vocab_size": -1}]
+    "facts",
+    [
+        {"hidden_size": None},
+        {"num_attention_heads": "9"},
+        {"vocab_size": -1},
+        {"max_position_embeddings": 0},
+    ],
 )
 def test_a_config_without_its_sizes_is_named(facts: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match=next(iter(facts))):
