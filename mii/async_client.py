@@ -24,6 +24,7 @@ from mii.generation import (
     StreamedAnswer,
     TokenIds,
     WholeAnswers,
+    check_streaming_fn,
     check_timeout,
     generation_request,
 )
@@ -54,6 +55,7 @@ class AsyncMIIClient(DeploymentClient):
         **params: Any,
     ) -> list[Response] | None:
         """Answer prompts. See `MIIClient.generate`; `streaming_fn` may be a coroutine function."""
+        check_streaming_fn(streaming_fn)
         streams = streaming_fn is not None
         request = generation_request(prompts, prompt_token_ids, messages, params, stream=streams)
         seconds = check_timeout(timeout)

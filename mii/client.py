@@ -18,6 +18,7 @@ from mii.generation import (
     StreamedAnswer,
     TokenIds,
     WholeAnswers,
+    check_streaming_fn,
     check_timeout,
     generation_request,
     text_prompt,
@@ -61,7 +62,7 @@ class DeploymentClient:
             InvalidArgument: if the address has no port.
         """
         host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal():
+        if not host or not _is_port(port):
             raise InvalidArgument.of("address", address, "host:port, such as localhost:50050")
         self.address = address
         self.deployment_name = deployment_name
@@ -148,6 +149,7 @@ class MIIClient(DeploymentClient):
             ServiceError: if no answer came: Unavailable, DeadlineExceeded, ...
         """
         streams = streaming_fn is not None
+        check_streaming_fn(streaming_fn)
         request = generation_request(prompts, prompt_token_ids, messages, params, stream=streams)
         seconds = check_timeout(timeout)
         if streaming_fn is not None:
@@ -310,3 +312,8 @@ def tokenize_request(text: str, add_special_tokens: bool) -> TokenizeRequest:
 def detokenize_request(ids: Sequence[int], keep_special_tokens: bool) -> DetokenizeRequest:
     """Return the request for the text of ids."""
     return DetokenizeRequest(ids=token_ids("ids", ids), keep_special_tokens=keep_special_tokens)
+
+
+def _is_port(text: str) -> bool:
+    """Whether text is the number of a TCP port. gRPC would take larger ones modulo 2**16."""
+    return text.isdecimal() and len(text) <= 5 and 0 < int(text) < 2**16

@@ -89,6 +89,16 @@ def check_timeout(timeout: object) -> float | None:
     return float(min(seconds, 1e9))  # beyond that, C-core's clock overflows
 
 
+def check_streaming_fn(streaming_fn: object) -> None:
+    """Refuse what cannot be called, before anything is generated for it.
+
+    Raises:
+        InvalidArgument: naming it.
+    """
+    if streaming_fn is not None and not callable(streaming_fn):
+        raise InvalidArgument.of("streaming_fn", streaming_fn, "a function of one argument")
+
+
 class WholeAnswers:
     """Collects the answers of a call without streaming, which come in the order of their ends."""
 

@@ -18,6 +18,8 @@ MAX_NAME: Final = 256  # characters of a request id or a model's name
 # which takes a second to read: a million tokens' text is well below it.
 MAX_SAMPLING_BYTES: Final = 2**20
 MAX_JSON_BYTES: Final = 2**24
+# Bytes of the sampling parameters of one request's prompts together: each takes a copy along.
+MAX_COPIED_BYTES: Final = 2**27
 
 # Initial metadata by which a server says that a request is valid and queued. Without it (or from a
 # server that never sends it before its first message), that message says so.
@@ -60,6 +62,13 @@ def check_request(request: GenerateRequest, served: str) -> None:
             f"a request has 1 to {MAX_SEQUENCES} answers (prompts x n): this one has "
             f"{len(request.prompts)} prompts x {answers}",
             "n" if answers > 1 else "prompts",
+        )
+    copied = len(request.prompts) * request.sampling.ByteSize()
+    if copied > MAX_COPIED_BYTES:
+        raise InvalidArgument(
+            f"{len(request.prompts)} prompts, each with a copy of the sampling parameters, take "
+            f"{copied} bytes, and {MAX_COPIED_BYTES} is the most: send fewer prompts at once",
+            "prompts",
         )
     for index, prompt in enumerate(request.prompts):
         check_prompt(f"prompts[{index}]", prompt)

@@ -192,6 +192,8 @@ def test_nothing_is_sent_that_is_known_to_be_wrong() -> None:
         client("abc", timeout=-1)
     with pytest.raises(InvalidArgument, match="exactly one of"):
         client()
+    with pytest.raises(InvalidArgument, match="streaming_fn = 5"):
+        client("abc", 5)  # type: ignore[arg-type]
 
 
 def test_errors_of_the_server_arrive_as_what_they_are(client: MIIClient) -> None:
@@ -226,7 +228,10 @@ def test_nobody_there_is_said_by_name() -> None:
     assert repr(client) == f"MIIClient(deployment 'acme' at {address})"
 
 
-@pytest.mark.parametrize("address", ["localhost", "localhost:", ":50050", "localhost:http"])
+@pytest.mark.parametrize(
+    "address",
+    ["localhost", "localhost:", ":50050", "localhost:http", "localhost:0", "localhost:65536"],
+)
 def test_an_address_has_a_port(address: str) -> None:
     with pytest.raises(InvalidArgument, match="host:port"):
         MIIClient(address)

@@ -183,8 +183,12 @@ def test_bad_prompts_are_refused(
         GenerateRequest(
             prompts=[Prompt(text="a")], sampling=SamplingParams(stop=["x" * MAX_SAMPLING_BYTES])
         ),
+        GenerateRequest(
+            prompts=[Prompt(text="a")] * MAX_SEQUENCES,
+            sampling=SamplingParams(stop=[f"{i:02}" + "x" * 1000 for i in range(64)]),
+        ),
     ],
-    ids=["conversation", "sampling parameters"],
+    ids=["conversation", "sampling parameters", "copies of sampling parameters"],
 )
 def test_what_would_take_long_to_unpack_is_refused_before_that(
     router: RouterProcess, workers: list[FakeWorker], request_: GenerateRequest
