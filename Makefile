@@ -1,5 +1,5 @@
 # Everything a developer runs. `make demo` and `make test` set up the machine themselves.
-.PHONY: setup demo test lint full-test clean
+.PHONY: setup demo test lint full-test chaos clean
 
 setup:
 	@scripts/setup
@@ -18,6 +18,9 @@ test: lint ## what CI runs
 
 full-test: lint ## the long forms of the checks, too (about an hour on 2 cores)
 	.venv/bin/python -m pytest -q --full
+
+chaos: setup ## ten minutes of clients that ask while workers are killed under them
+	.venv/bin/python -m tests.system.chaos
 
 clean:
 	rm -rf .venv build dist *.egg-info

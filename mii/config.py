@@ -55,6 +55,7 @@ class DeploymentConfig:
     rest_port: int = DEFAULT_REST_PORT
     rest_port_is_default: bool = False
     startup_timeout: float = 600.0  # seconds without progress until a start counts as failed
+    max_restarts: int = 5  # in a row, of a replica that keeps dying; 0: none is started again
     cache_path: str = ""  # folder of models, registry and logs
     devices: tuple[str, ...] = ()  # GPUs as CUDA_VISIBLE_DEVICES names them; replicas share them
 

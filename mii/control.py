@@ -6,6 +6,7 @@ message is one of the frozen dataclasses below; `event` is its wire name.
 
     parent -> child   Start      the first line: what to run, and as what
                       Replicas   (to the router) where to send requests now
+                      Died       (to the router) what a replica was computing when it died
                       Detach     (to the supervisor) live on without me
                       Stop       end in an orderly way; SIGTERM means the same
     child -> parent   Progress   what a start is busy with
@@ -55,6 +56,7 @@ class Start:
     rank: int = 0  # tensor-parallel rank within the replica
     preferred_port: int = 0  # a worker takes it if it is free, else any; 0: any
     shared_memory_fd: int | None = None  # tensor parallel: made by mii.parallel.memory
+    pulse_fd: int | None = None  # a worker's: made by mii.pulse
     plan_fds: tuple[int, ...] = ()  # rank 0: a socket to each other rank; else: one, to rank 0
     parent_pid: int | None = None  # set if the kernel may kill the child with this parent
 
@@ -67,14 +69,25 @@ class Replica:
     address: str  # host:port of its rank 0; "" while it has none
     ready: bool
     returning: bool = False  # it has been ready, has died and is started again
+    words: str = ""  # why it has died, if it has
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """All replicas that are there or will be; one that has died for good is not in it."""
+    """All replicas: starting, ready, to be started again, or dead for good."""
 
     event: ClassVar[str] = "replicas"
     replicas: tuple[Replica, ...]
+
+
+@dataclass(frozen=True)
+class Died:
+    """A replica has died."""
+
+    event: ClassVar[str] = "died"
+    replica: int
+    address: str
+    computing: tuple[str, ...]  # ids of the requests of the step that it never came to the end of
 
 
 @dataclass(frozen=True)
@@ -139,10 +152,11 @@ class Terminate:
     event: ClassVar[str] = "terminate"
 
 
-Message = Start | Replicas | Detach | Stop | Progress | Ready | Failed | Terminate
+Message = Start | Replicas | Died | Detach | Stop | Progress | Ready | Failed | Terminate
 
 _KINDS: dict[str, type[Any]] = {
-    kind.event: kind for kind in (Start, Replicas, Detach, Stop, Progress, Ready, Failed, Terminate)
+    kind.event: kind
+    for kind in (Start, Replicas, Died, Detach, Stop, Progress, Ready, Failed, Terminate)
 }
 
 
@@ -165,6 +179,8 @@ def decode(line: bytes) -> Message:
             values["plan_fds"] = tuple(values.get("plan_fds", ()))
         if kind is Replicas:
             values["replicas"] = tuple(Replica(**each) for each in values["replicas"])
+        if kind is Died:
+            values["computing"] = tuple(values["computing"])
         message: Message = kind(**values)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InternalError(f"not a control message: {line[:200]!r}") from error

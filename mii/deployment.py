@@ -1,9 +1,9 @@
 """The supervisor of one deployment: `python -P -m mii.deployment --control-fd N`.
 
-It starts the router and the workers, tells the router which replicas can answer, and ends them all
-when a client asks for it, on SIGTERM or SIGINT, and when the starter goes away without having sent
-Detach. It holds no torch and no gRPC. Children exit when their control channel closes, so nothing
-outlives a killed supervisor.
+It starts the router and the workers, tells the router which replicas can answer, starts again those
+that die or hang, and ends them all when a client asks for it, on SIGTERM or SIGINT, and when the
+starter goes away without having sent Detach. It holds no torch and no gRPC. Children exit when
+their control channel closes, so nothing outlives a killed supervisor.
 
 One thread a child reads its messages into one queue; everything is decided in the main thread.
 """
@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -27,6 +27,7 @@ from mii.config import DeploymentConfig
 from mii.control import (
     ControlChannel,
     Detach,
+    Died,
     Failed,
     Message,
     Progress,
@@ -39,8 +40,10 @@ from mii.control import (
 from mii.errors import DeploymentError, MIIError
 from mii.launchers.local import Child, LocalLauncher
 from mii.registry import DeploymentRecord, ProcessIdentity, ProcessRecord, Registry, mark
+from mii.supervised_replica import SupervisedReplica
 
 _STOP_SECONDS = 3.0  # that children have for an orderly end
+_LOOK_SECONDS = 0.5  # between two looks at what nobody sends a message about
 _LEAVE_SECONDS = 3.0  # that a child has to exit after it has closed its control channel
 
 _logger = logging.getLogger("mii.deployment")
@@ -80,22 +83,12 @@ class _Signalled:
     number: int
 
 
-_Event = _Said | _Ended | _StarterSaid | _StarterGone | _Signalled
+@dataclass(frozen=True)
+class _TimeToLook:
+    """Nothing has happened for a while."""
 
 
-@dataclass(eq=False)
-class _ReplicaState:
-    """The ranks of one replica and what is known of them."""
-
-    number: int
-    children: list[Child]  # by rank
-    ready: dict[int, Ready] = field(default_factory=dict)  # by rank
-    ended: set[int] = field(default_factory=set)  # ranks
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether every rank serves."""
-        return len(self.ready) == len(self.children) and not self.ended
+_Event = _Said | _Ended | _StarterSaid | _StarterGone | _Signalled | _TimeToLook
 
 
 class Supervisor:
@@ -115,14 +108,15 @@ class Supervisor:
         self._record = DeploymentRecord(config, ProcessIdentity.of(os.getpid()))
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._router: Child | None = None
-        self._replicas: list[_ReplicaState] = []
+        self._replicas: list[SupervisedReplica] = []
         self._running: list[Child] = []  # whose end has not been seen
         self._last_words: dict[Child, Failed] = {}
         self._announced = False  # the starter knows that the deployment is ready
         self._detached = False
         self._stopping = False
-        self._busy_with: dict[Child, str] = {}  # children that are not ready, while starting
-        self._deadline = 0.0  # of the next sign of progress, while starting
+        self._busy_with: dict[Child, str] = {}  # children that are not ready
+        self._progressed: dict[Child, float] = {}  # when they last said so; time.monotonic()
+        self._next_look = time.monotonic()
 
     def run(self) -> int:
         """Run the deployment; return the process's exit status."""
@@ -157,17 +151,11 @@ class Supervisor:
             self._handle(self._next_event())
 
     def _next_event(self) -> _Event:
-        if self._announced:
-            return self._events.get()
-        try:
-            return self._events.get(timeout=max(0.0, self._deadline - time.monotonic()))
-        except queue.Empty:
-            waiting = ", ".join(f"{c.name} ({what})" for c, what in self._busy_with.items())
-            raise DeploymentError(
-                f"the deployment did not start: nothing has moved for "
-                f"{self._config.startup_timeout:g} seconds (startup_timeout); not ready are "
-                f"{waiting}; the logs are in {self._launcher.logs}"
-            ) from None
+        if (seconds := self._next_look - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                return self._events.get(timeout=seconds)
+        self._next_look = time.monotonic() + _LOOK_SECONDS
+        return _TimeToLook()
 
     def _handle(self, event: _Event) -> None:
         match event:
@@ -192,6 +180,8 @@ class Supervisor:
                 self._stop("the program that started it is gone")
             case _Signalled(number):
                 self._stop(signal.Signals(number).name)
+            case _TimeToLook():
+                self._look()
 
     def _stop(self, reason: str) -> None:
         _logger.info("stopping: %s", reason)
@@ -215,17 +205,26 @@ class Supervisor:
         self._progress("starting the workers")
         for number in range(self._config.replica_num):
             port = first_port + number * ranks
-            children = self._launcher.start_replica(self._config, number, port)
-            self._replicas.append(_ReplicaState(number, children))
-            for child in children:
-                self._adopt(child)
+            replica = SupervisedReplica(number, port, self._config.max_restarts)
+            self._replicas.append(replica)
+            self._start_replica(replica)
+
+    def _start_replica(self, replica: SupervisedReplica) -> None:
+        replica.begin(self._launcher.start_replica(self._config, replica.number, replica.port))
+        for child in replica.children:
+            self._adopt(child)
 
     def _tell_router(self) -> None:
-        """Tell the router about every replica that can be reached."""
-        reachable = [each for each in self._replicas if 0 in each.ready and not each.ended]
+        """Tell the router about every replica."""
         replicas = (
-            Replica(each.number, f"127.0.0.1:{each.ready[0].port}", each.is_ready)
-            for each in reachable
+            Replica(
+                each.number,
+                each.address,
+                ready=each.is_ready,
+                returning=self._announced and not each.is_ready and not each.given_up,
+                words=each.words,
+            )
+            for each in self._replicas
         )
         self._require_router().channel.send(Replicas(tuple(replicas)))
 
@@ -234,16 +233,20 @@ class Supervisor:
     def _worker_said(self, child: Child, message: Message) -> None:
         if isinstance(message, Progress):
             self._busy_with[child] = message.what
+            self._progressed[child] = time.monotonic()
             several = self._config.replica_num > 1
             prefix = f"replica {child.start.replica}: " if several else ""
             if child.start.rank == 0:  # the others do the same at the same time
                 self._progress(prefix + message.what, message.fraction)
         elif isinstance(message, Ready):
-            self._replica_of(child).ready[child.start.rank] = message
+            replica = self._replica_of(child)
+            replica.rank_ready(child.start.rank, message)
             self._busy_with.pop(child, None)
             self._note([child], "ready", message.port)
             self._tell_router()
             self._progress(f"{child.name} is ready")
+            if replica.is_ready and self._announced:
+                _logger.info("replica %d serves again", replica.number)
             if all(each.is_ready for each in self._replicas) and not self._announced:
                 self._announce()
 
@@ -260,7 +263,12 @@ class Supervisor:
     def _worker_ended(self, child: Child) -> None:
         """See a rank end. The others of its replica are of no use without it."""
         self._running.remove(child)
+        self._busy_with.pop(child, None)
+        self._progressed.pop(child, None)
         replica = self._replica_of(child)
+        if not replica.ended and replica.ready:
+            died = Died(replica.number, replica.address, replica.computing())
+            self._require_router().channel.send(died)
         replica.ended.add(child.start.rank)
         self._kill(replica.children)
         if len(replica.ended) == len(replica.children):
@@ -268,15 +276,56 @@ class Supervisor:
         else:
             self._tell_router()
 
-    def _replica_died(self, replica: _ReplicaState) -> None:
+    def _replica_died(self, replica: SupervisedReplica) -> None:
         cause = self._cause(replica.children)
         if not self._announced:
             raise cause
+        for child in replica.children:
+            self._last_words.pop(child, None)
+        replica.died(str(cause))
         words = f"replica {replica.number} has died: {cause}"
+        if replica.given_up:
+            words += f"; it is not started again (max_restarts = {replica.max_restarts})"
         _logger.error("%s", words)
-        self._note(replica.children, "dead", None, str(cause))
+        state = "dead" if replica.given_up else "restarting"
+        self._note(replica.children, state, None, str(cause))
         self._tell_router()
         self._starter.send(Progress(words))
+        if replica.restart_at is not None:
+            self._next_look = min(self._next_look, replica.restart_at)
+
+    def _look(self) -> None:
+        """Do what the time has come for: find what hangs, and start again what has died."""
+        now = time.monotonic()
+        for child in [c for c, since in self._progressed.items() if c in self._busy_with]:
+            if now - self._progressed[child] > self._config.startup_timeout:
+                self._start_stalled(child)
+        for replica in self._replicas:
+            if replica.restart_at is not None and now >= replica.restart_at:
+                _logger.info("replica %d is started again", replica.number)
+                self._start_replica(replica)
+                self._tell_router()
+            elif (hung := replica.hung_rank()) is not None:
+                child, why = hung
+                self._last_words[child] = Failed(DeploymentError.code, f"{child.name} hangs: {why}")
+                self._kill(replica.children)
+
+    def _start_stalled(self, child: Child) -> None:
+        """Give up a start in which nothing moves any more."""
+        seconds = f"{self._config.startup_timeout:g} seconds (startup_timeout)"
+        if self._announced:
+            words = f"{child.name} did not start: nothing has moved for {seconds}"
+            self._last_words[child] = Failed(DeploymentError.code, words)
+            self._kill(self._siblings(child))
+            return
+        moved = max(self._progressed[each] for each in self._busy_with)
+        if time.monotonic() - moved <= self._config.startup_timeout:
+            return  # others still move, and it may have to wait for them
+        waiting = ", ".join(f"{c.name} ({what})" for c, what in self._busy_with.items())
+        raise DeploymentError(
+            f"the deployment did not start: nothing has moved for {seconds}; not ready are "
+            f"{waiting}; the logs are in {self._launcher.logs}"
+        )
 
     def _cause(self, children: Iterable[Child]) -> MIIError:
         """Return why processes that belong together have ended, in their own words if possible."""
@@ -298,6 +347,7 @@ class Supervisor:
     def _adopt(self, child: Child) -> Child:
         self._running.append(child)
         self._busy_with[child] = "starting"
+        self._progressed[child] = time.monotonic()
         self._note([child], "starting")
         threading.Thread(target=self._read_child, args=(child,), daemon=True).start()
         return child
@@ -327,7 +377,7 @@ class Supervisor:
     def _siblings(self, child: Child) -> list[Child]:
         return [child] if child is self._router else self._replica_of(child).children
 
-    def _replica_of(self, child: Child) -> _ReplicaState:
+    def _replica_of(self, child: Child) -> SupervisedReplica:
         return next(each for each in self._replicas if child in each.children)
 
     def _kill(self, children: Iterable[Child]) -> None:
@@ -350,7 +400,6 @@ class Supervisor:
     def _progress(self, what: str, fraction: float | None = None) -> None:
         if self._announced:
             return
-        self._deadline = time.monotonic() + self._config.startup_timeout
         self._starter.send(Progress(what, fraction))
 
     def _note(

@@ -228,6 +228,12 @@ OPTIONS: tuple[Option, ...] = (
         "seconds without progress after which a start counts as failed",
         default="600",
     ),
+    _deployment(
+        "max_restarts",
+        Integer(0, 1000),
+        "times in a row that a replica which dies is started again; 0: never",
+        default="5",
+    ),
     _ignored("task", Only(("text-generation",), '"text-generation"'), "the only task there is"),
     _ignored("deployment_type", Only(("local",), _ONLY_LOCAL), "deployments are local"),
     _ignored("device_map", Only((), _NO_DEVICE_MAP), "devices are shared out in order"),

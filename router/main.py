@@ -81,9 +81,12 @@ class Router:
         rest_port = await self._start_rest() if self._config.enable_rest else None
         return control.Ready(port=port, rest_port=rest_port)
 
-    def update(self, told: control.Replicas) -> None:
+    def update(self, told: control.Replicas | control.Died) -> None:
         """Take the supervisor's word on the replicas."""
-        self._replicas.update(told.replicas)
+        if isinstance(told, control.Died):
+            self._replicas.died(told)
+        else:
+            self._replicas.update(told.replicas)
 
     async def stop(self) -> None:
         """Take no more requests, give those under way a moment, and end them."""
@@ -151,7 +154,7 @@ async def run(channel: control.ControlChannel, config: DeploymentConfig) -> None
     router = Router(config, terminate)
 
     def on_message(message: control.Message) -> None:
-        if isinstance(message, control.Replicas):
+        if isinstance(message, control.Replicas | control.Died):
             loop.call_soon_threadsafe(router.update, message)
         elif isinstance(message, control.Stop):
             loop.call_soon_threadsafe(stopped.set)

@@ -217,7 +217,10 @@ class Relay:
                     await self._converse(replica, submission, to, deadline)
                 except Unavailable as error:
                     self._replicas.mark_down(replica, str(error))
-                    submission.lose(replica.number, error)
+                    blamed = submission.is_suspect(error) and await self._replicas.was_computing(
+                        replica, submission.request.request_id
+                    )
+                    submission.lose(replica.number, error, blamed)
                     continue
             if not submission.finished:
                 raise InternalError(f"a worker ended {submission} before its answers were whole")

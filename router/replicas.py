@@ -16,6 +16,7 @@ from mii.router.balancer import Policy, ReplicaLoad
 from mii.router.transport import WorkerTransport
 
 _PROBE_TIMEOUT: Final = 2.0  # seconds
+_AUTOPSY_SECONDS: Final = 1.0  # that the supervisor has to say what a dead replica was computing
 _PATIENCE: Final = 60.0  # seconds that a prompt waits for a replica that is to come back
 _PROBE_PAUSES: Final = (0.05, 0.1, 0.2, 0.5, 1.0)  # seconds between probes; the last one repeats
 
@@ -30,6 +31,9 @@ class Replica:
     address: str
     transport: WorkerTransport
     down: str = ""  # why no prompt may be sent to it; "" if one may
+    computing: asyncio.Future[frozenset[str]] = field(  # request ids, when it has died
+        default_factory=lambda: asyncio.get_running_loop().create_future(), repr=False
+    )
     outstanding: int = 0  # prompts sent and not answered yet
     probe: asyncio.Task[None] | None = field(default=None, repr=False)
 
@@ -87,6 +91,24 @@ class Replicas:
             self._replicas[number] = Replica(number, address, self._connect(address))
         self._replicas = dict(sorted(self._replicas.items()))
         self._on_change()
+
+    def died(self, told: control.Died) -> None:
+        """Take the supervisor's word on what a replica was computing when it died."""
+        replica = self._replicas.get(told.replica)
+        known = replica is not None and replica.address == told.address
+        if replica is not None and known and not replica.computing.done():
+            replica.computing.set_result(frozenset(told.computing))
+
+    async def was_computing(self, replica: Replica, request_id: str) -> bool:
+        """Return whether a replica that is gone was computing a request when it died.
+
+        Where nobody knows, it may have been.
+        """
+        try:
+            computing = asyncio.shield(replica.computing)
+            return request_id in await asyncio.wait_for(computing, _AUTOPSY_SECONDS)
+        except TimeoutError:
+            return True
 
     async def pick(self, prompt: Prompt, deadline: float | None) -> Replica:
         """Return the replica that is to answer `prompt`, once there is one.
@@ -180,5 +202,6 @@ class Replicas:
 
 def _state(info: control.Replica, replica: Replica | None) -> str:
     if not info.ready or replica is None:
-        return "is not ready"
+        state = "is being started again" if info.returning else "is not ready"
+        return f"{state} ({info.words})" if info.words else state
     return f"at {replica.address} is down ({replica.down})"

@@ -91,8 +91,17 @@ class Submission:
         """Whether every answer to the prompt has come to its end."""
         return all(choice.finish_reason for choice in self.choices)
 
-    def lose(self, replica: int, error: Unavailable) -> None:
+    def is_suspect(self, error: Unavailable) -> bool:
+        """Whether its replica may have died of this request: it had it, and gave no token of it."""
+        return self._in_hands and not self._moved_on and not isinstance(error, Leaving)
+
+    def lose(self, replica: int, error: Unavailable, blamed: bool) -> None:
         """Note that the replica that had the request is gone.
+
+        Args:
+            replica: its number.
+            error: how it is known.
+            blamed: the replica may have died of this request.
 
         Raises:
             InternalError: if the request seems to be what replicas die of.
@@ -101,8 +110,7 @@ class Submission:
         self.moves += 1
         if self._moved_on:
             self.strikes = 0
-        if self._in_hands and not isinstance(error, Leaving):
-            self.strikes += 1
+        self.strikes += blamed
         if self.strikes >= 2:
             raise InternalError(
                 f"{self} is given up: two replicas in a row have died while they computed it, the "

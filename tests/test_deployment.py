@@ -23,7 +23,7 @@ from mii.config import DeploymentConfig, EngineConfig
 from mii.errors import DeploymentError, InvalidArgument, MIIError, ModelError, PortInUse
 from mii.launch import start_attached, start_deployment, stop_deployment
 from mii.proto.modelresponse_pb2_grpc import ModelResponseStub
-from mii.registry import DeploymentRecord, Registry
+from mii.registry import DeploymentRecord, ProcessRecord, Registry
 from tests.system.leftovers import Belongings, no_new_children, socket_files
 
 FAKE = "tests.system.fake_supervisor"
@@ -268,7 +268,7 @@ def test_a_name_is_free_again_at_once_after_terminate(tmp_path: Path) -> None:
 
 
 def test_a_dead_replica_is_named_and_the_others_serve_on(tmp_path: Path) -> None:
-    record = start(tmp_path, replica_num=2, tensor_parallel=2)
+    record = start(tmp_path, replica_num=2, tensor_parallel=2, max_restarts=0)
     victim = next(p for p in record.processes if (p.replica, p.rank) == (0, 1))
     sibling = next(
         p for p in record.processes if (p.replica, p.rank) == (0, 0) and p.role == "worker"
@@ -286,6 +286,52 @@ def test_a_dead_replica_is_named_and_the_others_serve_on(tmp_path: Path) -> None
     os.kill(survivor.pid, signal.SIGKILL)
     record = wait_for(tmp_path, lambda r: all(p.state == "dead" for p in r.processes[1:]))
     wait_until(lambda: health(record) == "NOT_SERVING")  # up, and honest about it
+    stop_deployment(record)
+
+
+def worker_of(record: DeploymentRecord, replica: int, rank: int = 0) -> ProcessRecord:
+    return next(
+        p for p in record.processes if (p.role, p.replica, p.rank) == ("worker", replica, rank)
+    )
+
+
+def is_new_and_ready(old: ProcessRecord, new: ProcessRecord) -> bool:
+    return new.state == "ready" and new.pid != old.pid
+
+
+def test_a_replica_that_dies_is_started_again_as_a_whole(tmp_path: Path) -> None:
+    record = start(tmp_path, replica_num=2, tensor_parallel=2)
+    belongings = Belongings.of(record.supervisor.pid)
+    before = [worker_of(record, 0, rank) for rank in range(2)]
+    os.kill(before[1].pid, signal.SIGKILL)
+    record = wait_for(
+        tmp_path,
+        lambda r: all(is_new_and_ready(old, worker_of(r, 0, old.rank)) for old in before),
+    )
+    assert worker_of(record, 0).port == before[0].port
+    assert health(record) == "SERVING"
+    stop_deployment(record)
+    belongings.assert_gone()
+
+
+def test_a_process_that_is_stopped_counts_as_dead(tmp_path: Path) -> None:
+    record = start(tmp_path, replica_num=2)
+    before = worker_of(record, 1)
+    os.kill(before.pid, signal.SIGSTOP)
+    record = wait_for(tmp_path, lambda r: "stood still" in worker_of(r, 1).last_words)
+    record = wait_for(tmp_path, lambda r: is_new_and_ready(before, worker_of(r, 1)))
+    stop_deployment(record)
+
+
+def test_a_replica_that_keeps_dying_is_given_up(tmp_path: Path) -> None:
+    record = start(tmp_path, replica_num=2, max_restarts=1)
+    before = worker_of(record, 0)
+    os.kill(before.pid, signal.SIGKILL)
+    record = wait_for(tmp_path, lambda r: is_new_and_ready(before, worker_of(r, 0)))
+    os.kill(worker_of(record, 0).pid, signal.SIGKILL)
+    record = wait_for(tmp_path, lambda r: worker_of(r, 0).state == "dead")
+    assert "killed by SIGKILL" in worker_of(record, 0).last_words
+    assert health(record) == "SERVING"
     stop_deployment(record)
 
 
@@ -318,7 +364,7 @@ def test_an_attached_deployment_ends_when_it_is_told_to(tmp_path: Path) -> None:
 
 
 def test_who_waits_for_an_attached_deployment_hears_why_it_ended(tmp_path: Path) -> None:
-    attached = start_attached(config_of(tmp_path, replica_num=2), Progress(), FAKE)
+    attached = start_attached(config_of(tmp_path, replica_num=2, max_restarts=0), Progress(), FAKE)
     record = Registry(tmp_path).get("fake/one")
     worker = next(p for p in record.processes if p.role == "worker")
     os.kill(worker.pid, signal.SIGKILL)

@@ -11,14 +11,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from mii.engine.generator import Delta, Generator, Usage
-from mii.engine.plan import TokenLogprobs
+from mii.engine.plan import StepPlan, TokenLogprobs
 from mii.engine.prompts import GenerationRequest
 from mii.errors import Leaving, MIIError, Unavailable
+from mii.pulse import Pulse
 from mii.status import known_error
 
 _logger = logging.getLogger(__name__)
@@ -146,10 +148,16 @@ class EngineLoop:
     Args:
         generator: nobody else may use it.
         loop: the event loop that all calls belong to.
+        pulse: is told about every step.
     """
 
-    def __init__(self, generator: Generator, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, generator: Generator, loop: asyncio.AbstractEventLoop, pulse: Pulse | None = None
+    ) -> None:
         self._generator = generator
+        self._pulse = pulse
+        if pulse is not None:
+            generator.engine.on_launch = self._begin_step
         self._loop = loop
         # Of the event loop.
         self._calls: set[EngineCall] = set()
@@ -160,6 +168,8 @@ class EngineLoop:
         self._stopping = False
         # Of the engine's thread.
         self._owners: dict[int, tuple[EngineCall, int]] = {}  # by handle
+        self._request_ids: dict[int, str] = {}  # by handle
+        self._shown: list[int] = []  # handles that the pulse tells
         self._handles: dict[EngineCall, set[int]] = {}
 
     # On the event loop.
@@ -237,6 +247,9 @@ class EngineLoop:
         """Do what was asked meanwhile, asleep until there is something to do; False: stop."""
         with self._wake:
             while not (self._inbox or self._stopping or self._generator.has_work):
+                if self._pulse is not None:
+                    self._pulse.rest()
+                    self._shown = []
                 self._wake.wait()
             if self._stopping:
                 return False
@@ -262,16 +275,33 @@ class EngineLoop:
                 return known_error(error, request.request_id)
             handles.add(handle)
             self._owners[handle] = command.call, index
+            self._request_ids[handle] = request.request_id
         return None
 
     def _abort(self, call: EngineCall) -> None:
         for handle in self._handles.pop(call, ()):
-            del self._owners[handle]
+            del self._owners[handle], self._request_ids[handle]
             self._generator.abort(handle)
+
+    def _begin_step(self, plans: Sequence[StepPlan]) -> None:
+        """Have the pulse tell what the engine computes."""
+        assert self._pulse is not None
+        handles = [planned.uid for plan in plans for planned in plan.sequences]
+        if handles == self._shown:
+            self._pulse.begin_step(None)
+            return
+        self._shown = handles
+        # Steps under way may hold requests that have been aborted.
+        ids = (self._request_ids.get(handle, "") for handle in handles)
+        self._pulse.begin_step([request_id for request_id in dict.fromkeys(ids) if request_id])
 
     def _step(self) -> None:
         news = []
-        for delta in self._generator.step():
+        began = time.monotonic()
+        deltas = self._generator.step()
+        if self._pulse is not None:
+            self._pulse.end_step(time.monotonic() - began)
+        for delta in deltas:
             call, index = self._owners[delta.handle]
             news.append((call, index, delta))
             if delta.finish_reason is not None:
@@ -280,7 +310,7 @@ class EngineLoop:
             self._tell(_deliver, news)
 
     def _forget(self, handle: int, call: EngineCall) -> None:
-        del self._owners[handle]
+        del self._owners[handle], self._request_ids[handle]
         handles = self._handles[call]
         handles.remove(handle)
         if not handles:

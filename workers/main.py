@@ -73,14 +73,15 @@ def serve(start: Start, channel: ControlChannel, ending: Ending) -> None:
     """
     from mii.engine.build import build_generator  # torch
     from mii.workers.loop import EngineLoop
-    from mii.workers.ranks import WorkerStatus, engine_counters, rank_of
+    from mii.workers.ranks import WorkerStatus, engine_counters, pulse_of, rank_of
     from mii.workers.server import LoopThread, WorkerServer
     from mii.workers.servicer import Servicer
 
     config = start.config.engine
     generator = build_generator(config, rank_of(start), _progress(channel))
-    thread = LoopThread()
-    engine = EngineLoop(generator, thread.loop)
+    pulse = pulse_of(start)
+    thread = LoopThread(pulse.tick)
+    engine = EngineLoop(generator, thread.loop, pulse)
 
     async def make_server() -> WorkerServer:
         return WorkerServer(
@@ -108,10 +109,10 @@ def follow(start: Start, channel: ControlChannel, ending: Ending) -> None:
     """
     from mii.engine.build import FollowerStats, run_follower  # torch
     from mii.proto.worker_pb2 import StatusResponse
-    from mii.workers.ranks import WorkerStatus, rank_of
+    from mii.workers.ranks import WorkerStatus, pulse_of, rank_of
     from mii.workers.server import LoopThread, WorkerServer
 
-    thread = LoopThread()
+    thread = LoopThread(pulse_of(start).tick)
     stats = FollowerStats()
 
     async def make_server() -> WorkerServer:

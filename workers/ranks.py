@@ -17,6 +17,7 @@ from mii.parallel.links import PlanReceiver, PlanSender
 from mii.parallel.rank import Rank
 from mii.proto.worker_pb2 import StatusRequest, StatusResponse
 from mii.proto.worker_pb2_grpc import WorkerServicer
+from mii.pulse import Pulse
 
 Counters = Callable[[], StatusResponse]
 
@@ -34,6 +35,11 @@ def rank_of(start: Start) -> Rank:
         shared_memory=start.shared_memory_fd,
         peers_alive=lambda: all_open(links),
     )
+
+
+def pulse_of(start: Start) -> Pulse:
+    """Return the pulse that the supervisor reads; one that nobody reads, where there is none."""
+    return Pulse.create() if start.pulse_fd is None else Pulse(start.pulse_fd)
 
 
 def all_open(links: Sequence[socket.socket]) -> bool:

@@ -22,14 +22,20 @@ from mii.proto.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_serv
 _INFERENCE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 _WORKER: Final = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 _HOST: Final = "127.0.0.1"
+_TICK_SECONDS: Final = 0.2
 
 _Result = TypeVar("_Result")
 
 
 class LoopThread:
-    """An event loop in a thread, so that the main thread is the engine's."""
+    """An event loop in a thread, so that the main thread is the engine's.
 
-    def __init__(self) -> None:
+    Args:
+        on_tick: called several times a second while the loop runs.
+    """
+
+    def __init__(self, on_tick: Callable[[], None] | None = None) -> None:
+        self._on_tick = on_tick
         self._runner = asyncio.Runner(loop_factory=_loop_factory())
         self._started: threading.Event = threading.Event()
         self._end: asyncio.Event
@@ -55,7 +61,11 @@ class LoopThread:
         self.loop = asyncio.get_running_loop()
         self._end = asyncio.Event()
         self._started.set()
-        await self._end.wait()
+        while not self._end.is_set():
+            if self._on_tick is not None:
+                self._on_tick()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._end.wait(), _TICK_SECONDS)
 
 
 class WorkerServer:

@@ -62,6 +62,8 @@ class InferenceEngineV2:
         self._host_sampled = 0  # requests whose tokens only the host can draw
         self._launched: deque[_Launched] = deque()
         self._on_destroy: Callable[[], None] = lambda: None
+        # Called before a step is launched, with the plans of all steps that are then under way.
+        self.on_launch: Callable[[Sequence[StepPlan]], None] = lambda plans: None
         self._steps = 0
         self._prompt_tokens = 0
         self._generated_tokens = 0
@@ -98,6 +100,7 @@ class InferenceEngineV2:
         if plan is not None:
             uids = (planned.uid for planned in plan.sequences if planned.samples)
             states = [self._sampling[uid] for uid in uids]
+            self.on_launch([*(launched.plan for launched in self._launched), plan])
             self._launched.append(
                 _Launched(plan, self._executor.launch(plan, states), time.perf_counter())
             )

@@ -22,6 +22,7 @@ import mii
 from mii.config import DeploymentConfig
 from mii.control import ControlChannel, Start
 from mii.parallel.memory import create_shared_memory, supported
+from mii.pulse import Pulse
 
 _TAIL_BYTES = 8192
 _TAIL_LINES = 20
@@ -35,6 +36,7 @@ class Child:
     start: Start
     process: subprocess.Popen[bytes]
     channel: ControlChannel
+    pulse: Pulse  # a worker's signs of life
     log: Path | None  # where its output goes; None: to the terminal
     killed: bool = field(default=False, init=False)  # by us, so that its death tells nothing
 
@@ -150,12 +152,18 @@ class LocalLauncher:
         if threading.current_thread() is threading.main_thread():
             start = replace(start, parent_pid=os.getpid())
         log = self.logs / f"{name.replace(' ', '-').replace('.', '-')}.log" if self.logs else None
-        inherited = [fd for fd in (start.shared_memory_fd, *start.plan_fds) if fd is not None]
+        pulse = Pulse.create()
+        start = replace(start, pulse_fd=pulse.descriptor)
+        given = (start.shared_memory_fd, start.pulse_fd, *start.plan_fds)
+        inherited = [fd for fd in given if fd is not None]
         devices = devices_of(start.config, start.replica) if start.role == "worker" else ()
         extra = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
-        process, channel = spawn(module, log, inherited, extra_environment=extra)
+        try:
+            process, channel = spawn(module, log, inherited, extra_environment=extra)
+        finally:
+            pulse.close_descriptor()
         channel.send(start)
-        return Child(name, start, process, channel, log)
+        return Child(name, start, process, channel, pulse, log)
 
 
 def devices_of(config: DeploymentConfig, replica: int) -> tuple[str, ...]:
@@ -208,7 +216,8 @@ def spawn(
 
 
 def _new_log(path: Path) -> BinaryIO:
-    path.unlink(missing_ok=True)  # whoever still writes to the old one keeps it
+    if path.exists():  # of the process's former life, which may have ended badly
+        path.replace(path.with_suffix(".previous.log"))
     return path.open("ab")
 
 

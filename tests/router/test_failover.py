@@ -164,3 +164,18 @@ def test_a_request_that_moves_on_between_deaths_is_not_to_blame(
     worker_thread.do(third.release_again.set)
     deltas += [delta for message in call for delta in message.deltas]
     assert text(deltas) == "a <hold> b <hold-again> c "
+
+
+def test_a_request_that_a_dead_replica_was_not_computing_is_not_to_blame(
+    start_router: StartRouter, three: list[FakeWorker]
+) -> None:
+    router = start_router(enable_rest=False)
+    begin(router, *three)
+    for number, worker in enumerate(three):
+        others = () if number < 2 else ("id-7",)
+        router.control.send(control.Died(number, worker.address, others))
+    request = request_of("<gone>", stream=True)
+    request.request_id = "id-7"
+    error = error_of(router, request)  # the third is blamed, twice
+    assert isinstance(error, InternalError)
+    assert len(three[2].requests) == 2 and len(three[0].requests) >= 1

@@ -15,6 +15,7 @@ import time
 
 from mii.control import ControlChannel, Failed, Message, Progress, Ready, Start, Stop
 from mii.errors import ModelError
+from mii.pulse import Pulse
 
 
 def main() -> None:
@@ -54,8 +55,10 @@ def main() -> None:
         check_links(start)
     with listen(start.preferred_port) as server:
         channel.send(Ready(server.getsockname()[1], details={"rank": start.rank}))
+        assert start.pulse_fd is not None
+        pulse = Pulse(start.pulse_fd)
         while not stopped.wait(0.02) or behaviour == "stubborn":
-            pass
+            pulse.tick()
 
 
 def check_links(start: Start) -> None:

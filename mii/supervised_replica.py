@@ -1,0 +1,103 @@
+"""One replica as its supervisor sees it: its ranks, and when it is started again after a death."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Final
+
+from mii.control import Ready
+from mii.launchers.local import Child
+from mii.pulse import HangWatch, processor_seconds
+
+# A replica that has served for so long did not die of its start: the count begins anew.
+_STABLE_SECONDS: Final = 10.0
+_FIRST_PAUSE: Final = 0.25  # seconds until a replica that has died is started again
+_LONGEST_PAUSE: Final = 30.0
+
+
+@dataclass(eq=False)
+class _Watched:
+    """A rank that serves, between two looks at it."""
+
+    watch: HangWatch = field(default_factory=HangWatch)
+    looked: float = field(default_factory=time.monotonic)
+    processor: float = 0.0
+
+
+@dataclass(eq=False)
+class SupervisedReplica:
+    """The ranks of one replica and what is known of them.
+
+    Args:
+        number: of the replica in the deployment.
+        port: that its rank 0 should listen on.
+        max_restarts: deaths in a row, none of them after a stable time, that it is started again
+            after.
+    """
+
+    number: int
+    port: int
+    max_restarts: int
+    children: list[Child] = field(default_factory=list, init=False)  # by rank
+    ready: dict[int, Ready] = field(default_factory=dict, init=False)  # by rank
+    ended: set[int] = field(default_factory=set, init=False)  # ranks
+    words: str = field(default="", init=False)  # why it died last
+    restart_at: float | None = field(default=None, init=False)  # time.monotonic()
+    given_up: bool = field(default=False, init=False)
+    _deaths: int = field(default=0, init=False)  # in a row
+    _ready_since: float | None = field(default=None, init=False)
+    _watched: dict[int, _Watched] = field(default_factory=dict, init=False)  # by rank
+
+    def begin(self, children: list[Child]) -> None:
+        """Take on the processes of a new start."""
+        self.children = children
+        self.ready, self.ended, self._watched = {}, set(), {}
+        self.restart_at = self._ready_since = None
+
+    def rank_ready(self, rank: int, message: Ready) -> None:
+        """Note that a rank serves."""
+        self.ready[rank] = message
+        child = self.children[rank]
+        self._watched[rank] = _Watched(processor=processor_seconds(child.process.pid))
+        if self.is_ready:
+            self._ready_since = time.monotonic()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every rank serves."""
+        return bool(self.children) and len(self.ready) == len(self.children) and not self.ended
+
+    @property
+    def address(self) -> str:
+        """Where rank 0 listens; "" while it does not."""
+        return f"127.0.0.1:{self.ready[0].port}" if 0 in self.ready and not self.ended else ""
+
+    def died(self, words: str) -> None:
+        """Note a death, and decide whether and when there is another start."""
+        now = time.monotonic()
+        self.words = words
+        if self._ready_since is not None and now - self._ready_since >= _STABLE_SECONDS:
+            self._deaths = 0
+        self._deaths += 1
+        self.given_up = self._deaths > self.max_restarts
+        if not self.given_up:
+            self.restart_at = now + min(_FIRST_PAUSE * 2 ** (self._deaths - 1), _LONGEST_PAUSE)
+
+    def hung_rank(self) -> tuple[Child, str] | None:
+        """Look at all ranks that serve; return one that has come to a standstill, and the signs."""
+        now = time.monotonic()
+        for rank, watched in self._watched.items():
+            child = self.children[rank]
+            used = processor_seconds(child.process.pid)
+            why = watched.watch.look(
+                child.pulse.read(), now - watched.looked, used - watched.processor
+            )
+            watched.looked, watched.processor = now, used
+            if why is not None and not self.ended:
+                return child, why
+        return None
+
+    def computing(self) -> tuple[str, ...]:
+        """Return the requests that its engine computes, or did when it died."""
+        return self.children[0].pulse.computing() if self.children else ()
