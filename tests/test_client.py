@@ -215,7 +215,7 @@ def test_a_full_engine_is_an_error_of_its_own(gated: ServedWorker) -> None:
 def test_an_engine_that_fails_says_why(gated: ServedWorker) -> None:
     gated.model.failure = ZeroDivisionError("the last straw")
     gated.model.open.set()
-    with MIIClient(gated.address) as client, pytest.raises(InternalError, match="the last straw"):
+    with MIIClient(gated.address) as client, pytest.raises(Unavailable, match="the last straw"):
         client("abc")
 
 

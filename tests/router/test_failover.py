@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,8 +11,11 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from mii import control
-from mii.errors import InternalError, Unavailable
+from mii.errors import InternalError, Leaving, Unavailable
 from mii.proto.inference_pb2 import SequenceDelta
+from mii.router.balancer import RoundRobin
+from mii.router.replicas import Replicas
+from mii.router.submission import ChoiceState, Submission
 from mii.status import error_of_call
 from tests.router.conftest import StartRouter
 from tests.router.fake_worker import FakeWorker, WorkerThread
@@ -166,16 +170,37 @@ def test_a_request_that_moves_on_between_deaths_is_not_to_blame(
     assert text(deltas) == "a <hold> b <hold-again> c "
 
 
-def test_a_request_that_a_dead_replica_was_not_computing_is_not_to_blame(
-    start_router: StartRouter, three: list[FakeWorker]
-) -> None:
-    router = start_router(enable_rest=False)
-    begin(router, *three)
-    for number, worker in enumerate(three):
-        others = () if number < 2 else ("id-7",)
-        router.control.send(control.Died(number, worker.address, others))
-    request = request_of("<gone>", stream=True)
-    request.request_id = "id-7"
-    error = error_of(router, request)  # the third is blamed, twice
-    assert isinstance(error, InternalError)
-    assert len(three[2].requests) == 2 and len(three[0].requests) >= 1
+async def test_the_supervisor_knows_what_a_dead_replica_was_computing() -> None:
+    replicas = Replicas(lambda address: SilentTransport(), RoundRobin(), lambda: None)
+    replicas.update([control.Replica(0, "a:1", True)])
+    replica = replicas.any()
+    asking = asyncio.ensure_future(replicas.was_computing(replica, "id-7"))
+    await asyncio.sleep(0)
+    replicas.died(control.Died(0, "another:1", ("id-7",)))  # an earlier life of replica 0
+    replicas.died(control.Died(0, "a:1", ("id-6",)))
+    assert not await asking
+    assert await replicas.was_computing(replica, "id-6")
+    await replicas.close()
+
+
+def test_only_a_request_that_was_computed_is_to_blame() -> None:
+    submission = Submission(request_of("a"), 0, [ChoiceState()])
+    gone = Unavailable("gone")
+    for replica in range(5):
+        submission.next_request()
+        assert not submission.is_suspect(gone), "not yet accepted"
+        submission.accept()
+        assert submission.is_suspect(gone) and not submission.is_suspect(Leaving("bye"))
+        submission.lose(replica, gone, blamed=False)
+    submission.lose(5, gone, blamed=True)
+    with pytest.raises(InternalError, match="replica 6"):
+        submission.lose(6, gone, blamed=True)
+
+
+class SilentTransport:
+    """A worker that is never asked anything."""
+
+    async def close(self) -> None:
+        return None
+
+    generate = tokenize = detokenize = list_models = status = healthy = close
