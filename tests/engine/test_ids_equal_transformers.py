@@ -31,6 +31,7 @@ Ids = list[int]
 
 SHORT = ([1, 2, 15, 16, 17, 60, 130, 301], 12)  # prompt lengths, new tokens
 LONG = ([round(1 + 1999 * (i / 29) ** 2.5) for i in range(30)], 64)
+LONG_MARKS = (pytest.mark.full, pytest.mark.timeout(7200))
 
 
 def config_for(folder: Path, **options: object) -> EngineConfig:
@@ -107,8 +108,8 @@ class Checked:
     scope="module",
     params=[
         pytest.param(("smollm2", *SHORT), id="smollm2"),
-        pytest.param(("smollm2", *LONG), id="smollm2-long", marks=pytest.mark.full),
-        pytest.param(("gemma3_270m", *LONG), id="gemma3-long", marks=pytest.mark.full),
+        pytest.param(("smollm2", *LONG), id="smollm2-long", marks=LONG_MARKS),
+        pytest.param(("gemma3_270m", *LONG), id="gemma3-long", marks=LONG_MARKS),
     ],
 )
 def checked(request: pytest.FixtureRequest) -> Checked:
@@ -144,7 +145,10 @@ def test_tensor_parallel(checked: Checked, size: int) -> None:
     config = config_for(checked.folder, tensor_parallel=size, threads=1, skip_tokenizer=True)
     with build_pipeline(config) as pipeline:
         responses = pipeline(
-            prompt_token_ids=checked.prompts, max_new_tokens=checked.count, temperature=0
+            prompt_token_ids=checked.prompts,
+            max_new_tokens=checked.count,
+            temperature=0,
+            ignore_eos=True,
         )
     assert responses is not None
     assert [response.token_ids for response in responses] == checked.answers
