@@ -27,6 +27,11 @@ class PackedLinear:
         self._packed = self._packed and _onednn_packs()
         self._weight = _pack(weight) if self._packed else weight
 
+    @property
+    def plain(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Weight and bias, if the weight is laid out as it was given."""
+        return None if self._packed else (self._weight, self._bias)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [rows, out] for x [rows, in]."""
         if not self._packed:

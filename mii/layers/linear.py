@@ -25,6 +25,11 @@ class ColumnLinear:
             torch.cat(list(weights)), torch.cat(list(biases)) if biases else None
         )
 
+    @property
+    def plain(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Weight [sum of out_i, in] and bias, if the weight is laid out plainly."""
+        return self._linear.plain
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [tokens, sum of out_i]."""
         return self._linear(x)
@@ -43,6 +48,11 @@ class RowLinear:
     ) -> None:
         self._linear = PackedLinear(weight, bias if group.rank == 0 else None)
         self._group = group
+
+    @property
+    def plain(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Weight [out, in] and bias, if this rank has all of it and it is laid out plainly."""
+        return self._linear.plain if self._group.size == 1 else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [tokens, out]."""

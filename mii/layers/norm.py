@@ -15,6 +15,11 @@ class RMSNorm:
         self._eps = eps
         self._offset = offset
 
+    @property
+    def parameters(self) -> tuple[torch.Tensor, float, float]:
+        """Weight [size], eps and offset."""
+        return self._weight, self._eps, self._offset
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalised x, over its last dimension."""
         return rms_norm(x, self._weight, self._eps, self._offset)

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from mii.attention.base import AttentionBackend, KVCacheShape, bytes_per_block
+from mii.attention.base import AttentionBackend, KVCacheShape, Rotary, bytes_per_block
 from mii.attention.batch import RaggedBatch
 from mii.layers.attention import AttentionBlock
 from mii.layers.linear import VocabularyHead
 from mii.layers.mlp import GatedMLP
 from mii.layers.norm import RMSNorm
+from mii.layers.one_row import OneRowLayer, fits_one_row
 from mii.layers.rotary import RotaryEmbedding
 from mii.models.spec import DecoderSpec
 
@@ -29,6 +30,13 @@ class DecoderLayer:
     mlp_norm: RMSNorm
     mlp: GatedMLP
     mlp_post_norm: RMSNorm | None
+
+    def for_one_row(self) -> OneRowLayer | None:
+        """Return what computes this layer for a single row on a GPU, if it can be had."""
+        has_post_norms = self.attention_post_norm is not None or self.mlp_post_norm is not None
+        if has_post_norms or not fits_one_row(self.attention, self.mlp):
+            return None
+        return OneRowLayer(self.attention_norm, self.attention, self.mlp_norm, self.mlp)
 
 
 class Decoder:
@@ -61,6 +69,7 @@ class Decoder:
         # Rounded to the weights' dtype, as transformers does.
         self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=self.dtype))
         self._layers = tuple(layers)
+        self._one_row_layers: tuple[OneRowLayer, ...] = ()  # none, or one for each layer
         self._final_norm = final_norm
         self._head = head
         self._rotaries = tuple(rotaries)
@@ -74,6 +83,17 @@ class Decoder:
         """Make room for the keys and values of `num_blocks` blocks."""
         self._backend.allocate(self._cache_shape(num_blocks, block_size), self.dtype, self.device)
 
+    def fuse_single_rows(self) -> bool:
+        """Have batches of one token computed by fused Triton kernels; False if a layer forbids it.
+
+        One sequence's decode steps wait for nothing but the weights, and for every kernel's launch.
+        """
+        layers = [layer.for_one_row() for layer in self._layers]
+        self._one_row_layers = tuple(layer for layer in layers if layer is not None)
+        if len(self._one_row_layers) < len(layers):
+            self._one_row_layers = ()
+        return bool(self._one_row_layers)
+
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
         """Return logits [L, vocabulary] of `batch.logits_rows`; updates the cache."""
         residual = F.embedding(batch.token_ids, self._embedding)
@@ -81,7 +101,20 @@ class Decoder:
             residual = residual * self._embedding_scale
         rotaries = [r(batch.positions, batch.rope_lengths, self.dtype) for r in self._rotaries]
         self._backend.plan(batch)
+        if len(residual) == 1 and self._one_row_layers:
+            x = self._through_one_row_layers(residual, rotaries, batch.logits_rows)
+        else:
+            x = self._through_layers(residual, rotaries, batch.logits_rows)
+        logits = self._head(x)
+        if self.spec.logit_softcap is not None:
+            cap = self.spec.logit_softcap
+            logits = torch.tanh(logits / cap) * cap
+        return logits
 
+    def _through_layers(
+        self, residual: torch.Tensor, rotaries: Sequence[Rotary], rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the normalised hidden states of these rows after all layers."""
         update = None
         for layer in self._layers:
             if update is None:
@@ -97,16 +130,19 @@ class Decoder:
             if layer.mlp_post_norm is not None:
                 update = layer.mlp_post_norm(update)
 
-        rows = batch.logits_rows
         assert update is not None
         if rows is not None:
             update, residual = update[rows], residual[rows]
-        x, _ = self._final_norm.add(update, residual)
-        logits = self._head(x)
-        if self.spec.logit_softcap is not None:
-            cap = self.spec.logit_softcap
-            logits = torch.tanh(logits / cap) * cap
-        return logits
+        return self._final_norm.add(update, residual)[0]
+
+    def _through_one_row_layers(
+        self, residual: torch.Tensor, rotaries: Sequence[Rotary], rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Do what `_through_layers` does, for [1, hidden]."""
+        for layer, fused in zip(self._layers, self._one_row_layers, strict=True):
+            rotary = rotaries[layer.rotary] if layer.rotary is not None else None
+            residual = fused(residual, rotary, self._backend)
+        return self._final_norm(residual if rows is None else residual[rows])
 
     def _cache_shape(self, num_blocks: int, block_size: int) -> KVCacheShape:
         heads = self._layers[0].attention.layer.num_kv_heads

@@ -116,7 +116,11 @@ class _Loader:
         rotaries = [RotaryEmbedding(rotary, self.device) for rotary in spec.rotaries]
         final_norm = self.norm(self.names.final_norm, spec.hidden_size)
         progress("loading weights", 1.0)
-        return Decoder(spec, embedding, layers, final_norm, self.head(embedding), rotaries, backend)
+        head = self.head(embedding)
+        decoder = Decoder(spec, embedding, layers, final_norm, head, rotaries, backend)
+        if self.device.type == "cuda":
+            decoder.fuse_single_rows()
+        return decoder
 
     def head(self, embedding: torch.Tensor) -> VocabularyHead:
         spec = self.spec

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from mii.engine.runner import ModelRunner
 from mii.engine.sampler import Sampler, SamplingState
 from mii.engine.scheduler import ScheduledRequest
 from mii.engine.state_manager import DSStateManager
+from mii.kernels import linear_triton
 from mii.models.decoder import Decoder
 from tests.kernels.cache import DEVICE
 from tests.models.tiny import decoder_of, tiny_model
@@ -84,6 +87,31 @@ def test_tokens_equal_the_host_executors(settings: list[dict[str, object]], bloc
     decoder = decoder_of(model, device=DEVICE, backend=TritonAttention())
     fast = engine_over(decoder, blocks, on_gpu=True)
     assert answers(fast, settings) == answers(plain, settings)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
+@pytest.mark.parametrize("name", ["llama-small", "qwen2"])
+def test_fused_steps_of_one_row_give_the_same_tokens(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(name)
+    settings = [{"temperature": 0, "max_new_tokens": 4}]  # one request: steps of one row
+    expected = answers(engine_over(decoder_of(model), 64, on_gpu=False), settings)
+    monkeypatch.setattr("mii.kernels.linear._onednn_packs", lambda: False)
+    decoder = decoder_of(model, device=DEVICE, backend=TritonAttention())
+    assert decoder.fuse_single_rows()
+    kernel = Mock(wraps=linear_triton.one_row_linear)
+    monkeypatch.setattr(linear_triton, "one_row_linear", kernel)
+    assert answers(engine_over(decoder, 64, on_gpu=True), settings) == expected
+    assert kernel.call_count
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llama-gelu", "llama-biases"])
+def test_what_the_products_cannot_do_is_not_fused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mii.kernels.linear._onednn_packs", lambda: False)
+    assert not decoder_of(tiny_model(name)).fuse_single_rows()
 
 
 def test_graph_sizes_rise_to_the_largest_batch_and_pad_little() -> None:
