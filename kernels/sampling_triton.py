@@ -11,9 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-from mii.kernels.sampling_filter_triton import find_thresholds, scaled_logits
+from mii.kernels.sampling_bounds_triton import scaled_logits
+from mii.kernels.sampling_filter_triton import find_thresholds
 
-_BLOCK = 4096
+_BLOCK = 4096  # logits of one program
+_WARPS = 8
 
 
 @triton.jit
@@ -163,7 +165,7 @@ def draw_tokens_cuda(
         parts,
         VOCAB=vocab,
         BLOCK=_BLOCK,
-        num_warps=8,
+        num_warps=_WARPS,
         enable_fp_fusion=False,
     )
     _join_kernel[(rows,)](

@@ -275,7 +275,9 @@ def test_top_p_of_a_large_vocabulary_is_the_smallest_set(
     mass = float(p[ids].sum())
     assert mass >= top_p - 1e-6
     assert len(ids) == 1 or mass - float(p[ids].min()) < top_p + 1e-6
-    assert len(ids) == 5000 or float(p[ids].min()) >= float(np.delete(p.numpy(), ids).max())
+    others = np.delete(p.numpy(), ids)
+    rounding = 1 - 1e-5  # of fp32: two tokens may be as near to each other
+    assert len(others) == 0 or float(p[ids].min()) >= rounding * float(others.max())
 
 
 # Draws.
