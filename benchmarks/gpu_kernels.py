@@ -65,15 +65,10 @@ def time_decode(found: Measurements, lengths: list[int], case: str, copies: int)
     contexts = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     query = random(len(lengths), HEADS, DIM)
     output = torch.empty_like(query)
-    few = len(lengths) <= 32
-    for least, warps, stages, join in (
-        (1, 4, 2, 8192), (1, 8, 2, 8192), (1, 8, 2, 16384), (2, 4, 2, 8192), (2, 8, 2, 8192),
-        (4, 8, 2, 8192), (2, 8, 3, 8192), (1, 8, 3, 8192), (1, 4, 2, 2048),
-    )[: None if few else 2]:  # fmt: skip
-        work = plan_decode(
-            contexts, heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, wanted=wanted_parts(8, 132),
-            least_tiles=least,
-        )  # fmt: skip
+    work = plan_decode(
+        contexts, heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, wanted=wanted_parts(8, 132)
+    )
+    for warps, stages, join in ((2, 2, 4096), (2, 2, 8192), (4, 2, 4096), (4, 3, 4096)):
         launches = [
             partial(
                 attention_decode, query, cache[0], cache[1], tables, work, output, scale=0.088,
@@ -86,7 +81,7 @@ def time_decode(found: Measurements, lengths: list[int], case: str, copies: int)
             case,
             launches,
             bytes_read=sum(lengths) * KV_HEADS * DIM * 4,
-            settings={"least": least, "warps": warps, "stages": stages, "join": join},
+            settings={"warps": warps, "stages": stages, "join": join},
         )
 
 

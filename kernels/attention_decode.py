@@ -72,7 +72,6 @@ def _plan_kernel(
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
     WANTED: tl.constexpr,
-    LEAST: tl.constexpr,
     SEQUENCES_PADDED: tl.constexpr,
 ):
     sequence = tl.arange(0, SEQUENCES_PADDED)
@@ -82,7 +81,10 @@ def _plan_kernel(
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0) // TILE * TILE
     tiles = tl.cdiv(length - first, TILE)
-    share = tl.maximum(tl.cdiv(tl.sum(tiles, 0), WANTED), LEAST)
+    total = tl.sum(tiles, 0)
+    # Many parts of one tile each take longer to join than to attend to.
+    least = tl.where(total > WANTED // 2, 2, 1)
+    share = tl.maximum(tl.cdiv(total, WANTED), least)
     # A sequence up to a quarter longer than a share is not worth cutting.
     parts = tl.cdiv(tl.maximum(tiles - share // 4, 1), share)
     size = tl.maximum(tl.cdiv(tiles, parts), 1)
@@ -134,7 +136,6 @@ def plan_decode(
     window: int | None = None,
     wanted: int = 1,
     tile: int = 64,
-    least_tiles: int = 1,
 ) -> DecodeWork:
     """Cut the sequences into parts of about equal length; all layers of a step share the result.
 
@@ -143,7 +144,6 @@ def plan_decode(
         window: as the layers have it that will use this
         wanted: see `wanted_parts`
         tile: keys that a program takes at a time; parts are made of whole tiles
-        least_tiles: of a part, if its sequence has as many
     """
     device = context_lengths.device
     sequences = len(context_lengths)
@@ -166,7 +166,6 @@ def plan_decode(
         WINDOW=window or 0,
         TILE=tile,
         WANTED=wanted,
-        LEAST=least_tiles,
         SEQUENCES_PADDED=max(32, triton.next_power_of_2(sequences)),
         num_warps=4,
     )
@@ -349,9 +348,9 @@ def attention_decode(
     *,
     scale: float,
     softcap: float | None = None,
-    warps: int = 4,
+    warps: int | None = None,
     stages: int = 2,
-    join: int = 8192,
+    join: int | None = None,
 ) -> None:
     """Compute `attention_decode_reference` into `output`; nothing depends on host-side lengths.
 
@@ -360,7 +359,8 @@ def attention_decode(
         work: from `plan_decode` over the context lengths and with the layer's window
         output: [sequences, heads, head_dim], contiguous
         warps, stages: launch settings
-        join: numbers of the parts' results that a program takes at a time when it joins them
+        join: numbers of the parts' results that a program takes at a time when it joins them; many
+            take registers of which a full GPU has too few
     """
     sequences, heads, head_dim = query.shape
     _, kv_heads, page, _ = key_cache.shape
@@ -374,6 +374,8 @@ def attention_decode(
         return
     group_padded = triton.next_power_of_2(group)
     dim_padded = triton.next_power_of_2(head_dim)
+    warps = warps or (2 if dim_padded <= 128 else 4)
+    join = join or (8192 if sequences <= 4 else 4096)
     _attend_kernel[(kv_heads, len(work.parts))](
         query,
         key_cache,

@@ -79,9 +79,9 @@ def _bound_of_top_k(peaks, top_k):
 
 
 @triton.jit
-def _edges(low, high):
-    """Return `EDGES` logits from above `low` to `high`."""
-    return low + (high - low) * ((1.0 + tl.arange(0, EDGES)) * (1.0 / EDGES))
+def _edge(low, high, number):
+    """Return one of `EDGES` logits from above `low` to `high`; the same bits in every kernel."""
+    return low + (high - low) * ((1.0 + number) * (1.0 / EDGES))
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def _narrowed(low, high, above, wanted, sum_ptr, PARTS: tl.constexpr, PARTS_PADD
     parts, numbers = tl.arange(0, PARTS_PADDED), tl.arange(0, EDGES)
     offsets = parts[:, None] * EDGES + numbers[None, :]
     sums = tl.sum(tl.load(sum_ptr + offsets, (parts < PARTS)[:, None], other=0.0), 0)
-    edges = _edges(low, high)
+    edges = _edge(low, high, numbers)
     # The best is kept whatever is wanted. What was too little in one pass is so in the next.
     enough = (sums >= wanted) & (edges <= 0.0) & ((edges < high) | (edges == 0.0))
     new_low = tl.maximum(low, tl.max(tl.where(enough, edges, low), 0))
@@ -174,11 +174,12 @@ def sums_kernel(
                 low, high, _ = _narrowed(low, high, 0.0, top_p * total, first, PARTS, PARTS_PADDED)
             row = logits_ptr + index.to(tl.int64) * stride
             z = scaled_logits(row, part * BLOCK + tl.arange(0, BLOCK), VOCAB, best, temperature)
-            # Edges first: then the tokens of a thread are summed before threads meet.
-            is_above = z[None, :] >= _edges(low, high)[:, None]
-            sums = tl.sum(tl.where(is_above, tl.exp(z)[None, :], 0.0), 1)
+            weights = tl.exp(z)
             place = (LEVEL * rows + index) * PARTS + part
-            tl.store(sum_ptr + place * EDGES + tl.arange(0, EDGES), sums)
+            # One edge after the other: all at once would take every register there is.
+            for number in tl.static_range(EDGES):
+                above = tl.sum(tl.where(z >= _edge(low, high, number), weights, 0.0), 0)
+                tl.store(sum_ptr + place * EDGES + number, above)
 
 
 @triton.jit
@@ -240,6 +241,6 @@ def gather_kernel(
         is_candidate = ((z >= low) & (z < high) & (columns < VOCAB)).to(tl.int32)
         count = tl.sum(is_candidate, 0)
         tl.store(count_ptr + index * PARTS_PADDED + part, count)
-        if count <= ROOM:
+        if (count > 0) & (count <= ROOM):
             place = index.to(tl.int64) * ROOM + tl.cumsum(is_candidate, 0) - 1
             tl.store(candidate_ptr + place * PARTS_PADDED + part, z, is_candidate != 0)

@@ -22,6 +22,7 @@ from mii.kernels.sampling_bounds_triton import (
 
 _BLOCK = 4096  # logits of one program
 _RUN = 128  # logits that share a peak
+_WARPS = 4
 _ROOM = 512  # logits that are gathered from one block; if there are more, none are gathered
 _ABOVE_BEST = tl.constexpr(0x80000001)  # a key greater than any scaled logit's: the best is 0
 
@@ -53,6 +54,8 @@ def _candidates(
 @triton.jit
 def _at_or_above(
     key,
+    keys,
+    weights,
     whole,
     limit,
     row,
@@ -66,9 +69,12 @@ def _at_or_above(
     PARTS_PADDED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Return how many candidates are at or above a key, or their weight."""
-    sums = tl.zeros([TILE], tl.float32)
-    for start in range(0, limit, TILE):
+    """Return how many candidates are at or above a key, or their weight.
+
+    Those of the first tile are given; there seldom are more.
+    """
+    sums = (keys >= key).to(tl.float32) if BY_NUMBER else tl.where(keys >= key, weights, 0.0)
+    for start in range(TILE, limit, TILE):
         z, exists = _candidates(
             start + tl.arange(0, TILE), whole, row, best, temperature, candidate_ptr, count_ptr,
             VOCAB, PARTS, PARTS_PADDED,
@@ -85,6 +91,8 @@ def _at_or_above(
 def _least_kept(
     low,
     wanted,
+    keys,
+    weights,
     whole,
     limit,
     row,
@@ -103,7 +111,7 @@ def _least_kept(
     while high - low > 1:
         middle = low + (high - low) // 2
         found = _at_or_above(
-            middle, whole, limit, row, best, temperature, candidate_ptr, count_ptr,
+            middle, keys, weights, whole, limit, row, best, temperature, candidate_ptr, count_ptr,
             BY_NUMBER, VOCAB, PARTS, PARTS_PADDED, TILE,
         )  # fmt: skip
         enough = found >= wanted
@@ -157,19 +165,25 @@ def _threshold_kernel(
         whole = most > ROOM
         limit = tl.where(whole, VOCAB, most * PARTS_PADDED)
         above = tl.where(whole, 0.0, above)  # then they are among those that are weighed
+        z, exists = _candidates(
+            tl.arange(0, TILE), whole, row, best, temperature, candidates, counts,
+            VOCAB, PARTS, PARTS_PADDED,
+        )  # fmt: skip
+        keys = tl.where(exists, ordered(z), 0)
+        weights = tl.where(exists, tl.exp(z), 0.0)
         if has_top_k:
             low = _least_kept(
-                low, top_k, whole, limit, row, best, temperature, candidates, counts,
+                low, top_k, keys, weights, whole, limit, row, best, temperature, candidates, counts,
                 True, VOCAB, PARTS, PARTS_PADDED, TILE,
             )  # fmt: skip
             total = _at_or_above(
-                low, whole, limit, row, best, temperature, candidates, counts,
+                low, keys, weights, whole, limit, row, best, temperature, candidates, counts,
                 False, VOCAB, PARTS, PARTS_PADDED, TILE,
             )  # fmt: skip
         if top_p < 1.0:
             low = _least_kept(
-                low, top_p * total - above, whole, limit, row, best, temperature, candidates,
-                counts, False, VOCAB, PARTS, PARTS_PADDED, TILE,
+                low, top_p * total - above, keys, weights, whole, limit, row, best, temperature,
+                candidates, counts, False, VOCAB, PARTS, PARTS_PADDED, TILE,
             )  # fmt: skip
     threshold = from_ordered(low)
     if min_p > 0.0:
@@ -223,19 +237,19 @@ def find_thresholds(
         stride,
         VOCAB=vocab,
         **blocks,
-        num_warps=8,
+        num_warps=_WARPS,
     )
     for level in range(2):
         sums_kernel[grid](
             logits, slots, *settings, peaks, block_peaks, masses, best, total, bound, sums, stride,
-            LEVEL=level, **sizes, **blocks, num_warps=8,
+            LEVEL=level, **sizes, **blocks, num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     gather_kernel[grid](
         logits, slots, *settings, best, total, bound, sums, least, above, candidates, counts,
-        stride, **sizes, BLOCK=_BLOCK, ROOM=_ROOM, num_warps=8,
+        stride, **sizes, BLOCK=_BLOCK, ROOM=_ROOM, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     _threshold_kernel[(rows,)](
         logits, slots, *settings, min_p, best, total, least, above, candidates, counts, threshold,
-        stride, **sizes, ROOM=_ROOM, TILE=4096, num_warps=16,
+        stride, **sizes, ROOM=_ROOM, TILE=8192, num_warps=16,
     )  # fmt: skip
     return best, threshold

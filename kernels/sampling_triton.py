@@ -14,8 +14,7 @@ import triton.language as tl
 from mii.kernels.sampling_bounds_triton import scaled_logits
 from mii.kernels.sampling_filter_triton import find_thresholds
 
-_BLOCK = 4096  # logits of one program
-_WARPS = 8
+_BLOCK = 1024  # logits of one program
 
 
 @triton.jit
@@ -165,7 +164,7 @@ def draw_tokens_cuda(
         parts,
         VOCAB=vocab,
         BLOCK=_BLOCK,
-        num_warps=_WARPS,
+        num_warps=4,
         enable_fp_fusion=False,
     )
     _join_kernel[(rows,)](
