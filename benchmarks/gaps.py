@@ -76,7 +76,7 @@ def main() -> None:
     describe("decodes alone", calm)
     describe(f"while {options.prompts} x {options.length} tokens prefill", gaps)
     print(
-        f"token budget {config.max_ragged_batch_size}: every step had all {options.decodes} "
+        f"token budget {config.token_budget}: every step had all {options.decodes} "
         "decodes, so no gap is longer than one step of that many tokens"
     )
 

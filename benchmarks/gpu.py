@@ -82,7 +82,7 @@ RECORDED: dict[str, tuple[float | None, float, float, float]] = {
 }
 
 
-def build(max_length: int, sequences: int, budget: int) -> InferenceEngineV2:
+def build(max_length: int, sequences: int, tokens: int, budget: int) -> InferenceEngineV2:
     """Return the engine over the 8B shape."""
     device = torch.device("cuda", 0)
     started = time.perf_counter()
@@ -102,7 +102,8 @@ def build(max_length: int, sequences: int, budget: int) -> InferenceEngineV2:
         device="cuda",
         max_length=max_length,
         block_size=64,
-        max_ragged_batch_size=budget,
+        max_ragged_batch_size=tokens,
+        token_budget=budget,
         max_ragged_sequence_count=sequences,
         prefix_caching=False,
     )
@@ -271,10 +272,11 @@ def main() -> None:
     parser.add_argument("--steps", default="", help="kind:batch:context, comma-separated")
     parser.add_argument("--host", action="store_true", help="say where the host's time goes")
     parser.add_argument("--sequences", type=int, default=512)
-    parser.add_argument("--budget", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=2048, help="of a step of prompts alone")
+    parser.add_argument("--budget", type=int, default=1024, help="of a step that decodes, too")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    driver = Driver(build(8192, options.sequences, options.budget))
+    driver = Driver(build(8192, options.sequences, options.tokens, options.budget))
     rows = []
     for part in parts(driver, set(options.only.split(","))):
         try:

@@ -163,6 +163,9 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--requests", type=int, default=1024)
     parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument(
+        "--budget", type=int, help="tokens of a step that decodes; left out: mii's choice"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     import mii
@@ -174,6 +177,7 @@ def main() -> None:
     client = mii.serve(
         str(options.folder), port=0, enable_rest=True, rest_port=0, max_length=8192,
         prefix_caching=False,
+        **({"token_budget": options.budget} if options.budget else {}),
     )  # fmt: skip
     ready = time.perf_counter() - began
     print(f"ready after {ready:.1f} s (vLLM {VLLM['ready_s']})", flush=True)

@@ -51,8 +51,15 @@ class PackedLinear:
 
 # oneDNN compiles a program for every number of rows that it meets, and keeps it: 0.7 MB for each
 # and each shape of weight. So few numbers are used, and more rows are cut up.
-_MOST_ROWS = 256
-_STEPS = ((4, 1), (16, 4), (64, 8), (128, 16), (256, 32))  # up to so many rows, in steps of so many
+_MOST_ROWS = 512
+_STEPS = (
+    (4, 1),
+    (16, 4),
+    (64, 8),
+    (128, 16),
+    (256, 32),
+    (512, 64),
+)  # up to so many rows, in steps of so many
 
 
 def _padded_rows(rows: int) -> int:

@@ -30,7 +30,8 @@ class EngineConfig:
     num_blocks: int | None = None  # blocks of the KV cache
     kv_cache_bytes: int | None = None  # in place of num_blocks
     gpu_memory_fraction: float = 0.9  # of the device, for weights and KV cache together
-    max_ragged_batch_size: int | None = None  # tokens per step: Dynamic SplitFuse's budget
+    max_ragged_batch_size: int | None = None  # tokens of a step at most: of prompts alone
+    token_budget: int | None = None  # tokens of a step in which sequences decode: SplitFuse's
     max_ragged_sequence_count: int | None = None  # sequences per step
     max_tracked_sequences: int = 2048  # sequences known to the engine, waiting ones included
     prefix_caching: bool = True

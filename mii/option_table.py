@@ -126,8 +126,13 @@ OPTIONS: tuple[Option, ...] = (
     _engine(
         "max_ragged_batch_size",
         Integer(1),
-        "tokens in one forward pass: Dynamic SplitFuse's budget",
+        "tokens in one forward pass at most, when it has nothing but prompts",
+        default="by device",
+    ),
+    _engine(
         "token_budget",
+        Integer(1),
+        "tokens in one forward pass while answers are generated, which wait for it (SplitFuse)",
         default="by device",
     ),
     _engine(

@@ -149,7 +149,7 @@ def _check_together(values: Mapping[str, Any], spellings: Mapping[str, str]) -> 
             spellings["kv_cache_bytes"],
         )
     sequences = values.get("max_ragged_sequence_count", 1)
-    for name in ("max_ragged_batch_size", "max_tracked_sequences"):
+    for name in ("max_ragged_batch_size", "token_budget", "max_tracked_sequences"):
         limit = values.get(name)
         if limit is not None and sequences > limit:
             raise InvalidArgument.of(

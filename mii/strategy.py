@@ -20,9 +20,11 @@ from mii.parallel.sharding import check_degree, shard_heads
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _BY_DEVICE = {
-    # Tokens per step: on a CPU, matrix products run at full speed from about 256 rows on; on a GPU
-    # the knee is lower, and 2048 keep the overhead of a prefill's steps small.
-    "max_ragged_batch_size": {"cpu": 256, "cuda": 2048},
+    # Tokens per step: larger steps compute prompts a little faster. While answers are generated
+    # they wait for each step: about half a second for 135M parameters on two cores, and less than
+    # 40 ms for 8B on an H200.
+    "max_ragged_batch_size": {"cpu": 512, "cuda": 2048},
+    "token_budget": {"cpu": 256, "cuda": 1024},
     "max_ragged_sequence_count": {"cpu": 128, "cuda": 256},
     "block_size": {"cpu": 32, "cuda": 64},
 }
@@ -257,29 +259,34 @@ class _Planner:
 
     def _step(self) -> None:
         """Decide tokens and sequences per step, of which each sequence takes at least one token."""
-        tokens = self._engine.max_ragged_batch_size
+        tokens, budget = self._engine.max_ragged_batch_size, self._engine.token_budget
         sequences = self._engine.max_ragged_sequence_count
-        limits = [self._engine.max_tracked_sequences, *([tokens] if tokens else [])]
+        limits = [self._engine.max_tracked_sequences, *(each for each in (tokens, budget) if each)]
         if sequences is not None and sequences > min(limits):
             raise InvalidArgument.of(
                 "max_ragged_sequence_count",
                 sequences,
-                f"at most {min(limits)}, as max_tracked_sequences and max_ragged_batch_size say",
+                f"at most {min(limits)}, as max_tracked_sequences, max_ragged_batch_size and "
+                "token_budget say",
             )
+        asked = tokens is not None or budget is not None
         if tokens is None:
             default = _BY_DEVICE["max_ragged_batch_size"][self._engine.device]
-            tokens = max(default, sequences or 0)
-            self._set(
-                "token budget",
-                f"{tokens} tokens per step",
-                "by device",
-                max_ragged_batch_size=tokens,
-            )
-        else:
-            self._set("token budget", f"{tokens} tokens per step", "as asked")
+            tokens = max(default, sequences or 0, budget or 0)
+        if budget is None:
+            default = _BY_DEVICE["token_budget"][self._engine.device]
+            budget = max(default, sequences or 0)
+        budget = min(budget, tokens)
+        self._set(
+            "token budget",
+            f"{budget} tokens per step, {tokens} while nothing is generated",
+            "as asked" if asked else "by device",
+            max_ragged_batch_size=tokens,
+            token_budget=budget,
+        )
         if sequences is None:
             default = _BY_DEVICE["max_ragged_sequence_count"][self._engine.device]
-            sequences = min(default, tokens, self._engine.max_tracked_sequences)
+            sequences = min(default, budget, self._engine.max_tracked_sequences)
             self._set(
                 "sequences",
                 f"{sequences} per step",

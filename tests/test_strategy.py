@@ -151,7 +151,7 @@ def test_a_context_that_memory_cannot_hold_is_shortened_and_the_plan_says_so() -
 
 def test_sequences_never_exceed_tokens_of_a_step() -> None:
     assert plan(max_ragged_batch_size=16).engine.max_ragged_sequence_count == 16
-    assert plan(max_ragged_sequence_count=500).engine.max_ragged_batch_size == 500
+    assert plan(max_ragged_sequence_count=500).engine.token_budget == 500
     assert plan(max_tracked_sequences=9).engine.max_ragged_sequence_count == 9
 
 

@@ -38,6 +38,7 @@ class _Sizes:
     block_size: int
     num_blocks: int
     max_length: int
+    max_tokens: int
     token_budget: int
     max_sequences: int
 
@@ -83,6 +84,7 @@ def engine_over(
         state,
         token_budget=sizes.token_budget,
         max_sequences=sizes.max_sequences,
+        max_tokens=sizes.max_tokens,
     )
 
 
@@ -98,7 +100,7 @@ def _executor(
             max_length=sizes.max_length,
             num_blocks=sizes.num_blocks,
             block_size=sizes.block_size,
-            token_budget=sizes.token_budget,
+            max_tokens=sizes.max_tokens,
             max_sequences=sizes.max_sequences,
             device=torch.device("cuda", rank.rank),
         )
@@ -189,12 +191,13 @@ def _load_model(config: EngineConfig, rank: Rank, progress: Progress) -> CausalM
 
 def _sizes(config: EngineConfig, model: CausalModel) -> _Sizes:
     chosen = (config.block_size, config.num_blocks, config.max_ragged_batch_size)
-    block_size, num_blocks, budget = chosen
+    block_size, num_blocks, tokens = chosen
     sequences = config.max_ragged_sequence_count
     assert block_size is not None and num_blocks is not None, chosen
-    assert budget is not None and sequences is not None, chosen
+    assert tokens is not None and sequences is not None, chosen
+    budget = min(config.token_budget or tokens, tokens)
     max_length = min(config.max_length or model.max_length, model.max_length)
-    return _Sizes(block_size, num_blocks, max_length, budget, sequences)
+    return _Sizes(block_size, num_blocks, max_length, tokens, budget, sequences)
 
 
 def _ragged(config: EngineConfig, sizes: _Sizes) -> RaggedBatchWrapper:

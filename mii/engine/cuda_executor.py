@@ -73,7 +73,7 @@ class CUDAExecutor:
         max_slots: slots of the state manager.
         max_length: tokens of one sequence at most.
         num_blocks, block_size: of the cache.
-        token_budget: tokens of one step at most.
+        max_tokens: tokens of one step at most.
         max_sequences: sequences of one step at most.
         device: the GPU.
     """
@@ -88,7 +88,7 @@ class CUDAExecutor:
         max_length: int,
         num_blocks: int,
         block_size: int,
-        token_budget: int,
+        max_tokens: int,
         max_sequences: int,
         device: torch.device,
     ) -> None:
@@ -103,8 +103,8 @@ class CUDAExecutor:
         self._sizes = graph_sizes(max_sequences)
         self._graphs: dict[tuple[int, bool] | MixedSize, torch.cuda.CUDAGraph] = {}
         self._tile_rows = prefill_rows(model.head_dim)
-        self._mixed_sizes = mixed_sizes(token_budget, max_sequences, self._tile_rows)
-        room = 4 * token_budget + 8 * max_sequences + 2 * self._mixed_sizes[-1].tiles
+        self._mixed_sizes = mixed_sizes(max_tokens, max_sequences, self._tile_rows)
+        room = 4 * max_tokens + 8 * max_sequences + 2 * self._mixed_sizes[-1].tiles
         self._mixed_inputs = torch.zeros(room + max_sequences, dtype=torch.int64, device=device)
         self._active = torch.full((max_sequences,), max_slots, dtype=torch.int64, device=device)
         self._active_host: tuple[int, ...] = ()

@@ -71,7 +71,7 @@ def _peak_of_largest_step(model: CausalModel, config: EngineConfig) -> int:
         max_length=limit,
         num_blocks=blocks,
         block_size=size,
-        token_budget=budget,
+        max_tokens=budget,
         max_sequences=sequences,
         device=torch.device("cuda", torch.cuda.current_device()),
     )

@@ -43,8 +43,9 @@ class InferenceEngineV2:
     Args:
         executor: computes steps.
         state: tracks sequences and blocks.
-        token_budget: tokens of one step at most (FastGen's max_ragged_batch_size).
-        max_sequences: sequences of one step at most (max_ragged_sequence_count).
+        token_budget: tokens of a step in which sequences decode, at most.
+        max_sequences: sequences of one step at most (FastGen's max_ragged_sequence_count).
+        max_tokens: tokens of any step at most (max_ragged_batch_size); None: as token_budget.
     """
 
     def __init__(
@@ -54,10 +55,11 @@ class InferenceEngineV2:
         *,
         token_budget: int,
         max_sequences: int,
+        max_tokens: int | None = None,
     ) -> None:
         self._executor = executor
         self._state = state
-        self._scheduler = Scheduler(state, token_budget, max_sequences)
+        self._scheduler = Scheduler(state, token_budget, max_sequences, max_tokens)
         self._sampling: dict[int, SamplingState] = {}
         self._host_sampled = 0  # requests whose tokens only the host can draw
         self._launched: deque[_Launched] = deque()
@@ -214,7 +216,7 @@ class InferenceEngineV2:
         """Say whether one `put` of so many tokens for these sequences would go through."""
         if len(uids) > self._scheduler.max_sequences:
             return SchedulingResult.BatchSequenceLimitExceeded
-        if sum(lengths) > self._scheduler.token_budget:
+        if sum(lengths) > self._scheduler.max_tokens:
             return SchedulingResult.BatchTokenLimitExceeded
         return self._state.can_schedule(uids, lengths)
 

@@ -51,9 +51,9 @@ class MixedSize:
         return sum(self.lengths)
 
 
-def mixed_sizes(token_budget: int, max_sequences: int, tile_rows: int) -> list[MixedSize]:
+def mixed_sizes(max_tokens: int, max_sequences: int, tile_rows: int) -> list[MixedSize]:
     """Return the sizes that graphs are captured for, ascending; no more sequences than tokens."""
-    tokens = [t for t in (256, 512, 1024) if t < token_budget] + [token_budget]
+    tokens = [t for t in (256, 512, 1024) if t < max_tokens] + [max_tokens]
     sequences = [s for s in (64, 160, 320) if s < max_sequences] + [max_sequences]
     pairs = sorted({(t, min(s, t)) for t in tokens for s in sequences})
     return [MixedSize(t, s, tile_rows) for t, s in pairs]

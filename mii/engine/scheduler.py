@@ -49,19 +49,28 @@ class Scheduler:
     """Decides what each step computes. Requests are served in the order of their arrival.
 
     Every running request that decodes takes part in every step with one token. What is left of the
-    token budget goes to prompts: first those already begun, then waiting ones, for which all blocks
-    of the prompt must be free. When a decode finds no free block, the youngest running request is
-    preempted: it gives up its blocks and is computed anew later, ahead of those that wait.
+    token budget, which is larger while nothing decodes and so nobody has to wait, goes to prompts:
+    first those already begun, then waiting ones, for which all blocks of the prompt must be free.
+    When a decode finds no free block, the youngest running request is preempted: it gives up its
+    blocks and is computed anew later, ahead of those that wait.
 
     Args:
         state: tracks the sequences and their blocks.
-        token_budget: tokens of one step at most.
+        token_budget: tokens of a step in which sequences decode, at most.
         max_sequences: sequences of one step at most.
+        max_tokens: tokens of any step at most; None: as token_budget.
     """
 
-    def __init__(self, state: DSStateManager, token_budget: int, max_sequences: int) -> None:
+    def __init__(
+        self,
+        state: DSStateManager,
+        token_budget: int,
+        max_sequences: int,
+        max_tokens: int | None = None,
+    ) -> None:
         self.state = state
         self.token_budget = token_budget
+        self.max_tokens = max(token_budget, max_tokens or 0)
         self.max_sequences = min(max_sequences, token_budget)
         self.num_preemptions = 0
         self.num_cached_tokens = 0
@@ -116,8 +125,9 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Compose the next step, or return None if there is nothing to compute now."""
         decodes = self._schedule_decodes()
-        chunks = self._schedule_begun_prompts(self.token_budget - len(decodes))
-        left = self.token_budget - len(decodes) - sum(chunk.num_tokens for chunk in chunks)
+        left = (self.token_budget if decodes else self.max_tokens) - len(decodes)
+        chunks = self._schedule_begun_prompts(left)
+        left -= sum(chunk.num_tokens for chunk in chunks)
         chunks += self._schedule_waiting(left)
         if not decodes and not chunks:
             return None

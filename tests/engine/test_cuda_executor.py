@@ -38,7 +38,7 @@ def engine_over(decoder: Decoder, blocks: int, on_gpu: bool) -> InferenceEngineV
             max_length=LENGTH,
             num_blocks=blocks,
             block_size=BLOCK,
-            token_budget=24,
+            max_tokens=24,
             max_sequences=6,
             device=decoder.device,
         )

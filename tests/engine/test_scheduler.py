@@ -22,6 +22,7 @@ class Simulation:
     num_blocks: int
     block_size: int = 4
     token_budget: int = 16
+    max_tokens: int = 0
     max_sequences: int = 8
     prefix_caching: bool = True
     launched: int = 0  # steps whose results are held back, as a device would
@@ -31,7 +32,9 @@ class Simulation:
 
     def __post_init__(self) -> None:
         self.state = DSStateManager(self.num_blocks, self.block_size, 64, 1000, self.prefix_caching)
-        self.scheduler = Scheduler(self.state, self.token_budget, self.max_sequences)
+        self.scheduler = Scheduler(
+            self.state, self.token_budget, self.max_sequences, self.max_tokens
+        )
         self.cache = [[-1] * self.block_size for _ in range(self.num_blocks)]
         self.tables: dict[int, list[int]] = {}
         self.last: dict[int, int] = {}
@@ -62,7 +65,10 @@ class Simulation:
         plan = self.scheduler.schedule()
         if plan is not None:
             self.plans.append(plan)
-            assert 0 < plan.num_tokens <= self.token_budget
+            budget = self.token_budget
+            if not any(s.from_device or s.start >= s.rope_length for s in plan.sequences):
+                budget = max(budget, self.max_tokens)
+            assert 0 < plan.num_tokens <= budget
             assert len(plan.sequences) <= self.max_sequences
             assert all(
                 (s.num_tokens == 1) == (i < plan.num_decodes) for i, s in enumerate(plan.sequences)
@@ -101,16 +107,18 @@ requests = st.lists(
     requests=requests,
     num_blocks=st.integers(18, 60),
     token_budget=st.integers(2, 24),
+    max_tokens=st.integers(0, 40),
     max_sequences=st.integers(1, 8),
     launched=st.integers(0, 1),
     prefix_caching=st.booleans(),
 )
 def test_each_answer_equals_the_solo_run(
-    requests, num_blocks, token_budget, max_sequences, launched, prefix_caching
+    requests, num_blocks, token_budget, max_tokens, max_sequences, launched, prefix_caching
 ) -> None:
     simulation = Simulation(
         num_blocks,
         token_budget=token_budget,
+        max_tokens=max_tokens,
         max_sequences=max_sequences,
         launched=launched,
         prefix_caching=prefix_caching,
@@ -145,6 +153,13 @@ def test_running_decodes_take_part_in_every_step_while_prompts_are_prefilled() -
     assert len(decoding) == 59
     # The budget is used up while there are prompts to be had.
     assert all(p.num_tokens == 16 for p in simulation.plans[1:40])
+
+
+def test_prompts_alone_take_larger_steps() -> None:
+    simulation = Simulation(num_blocks=500, token_budget=16, max_tokens=50)
+    simulation.add(0, [1] * 120, 3)
+    simulation.run()
+    assert [plan.num_tokens for plan in simulation.plans] == [50, 50, 20, 1, 1]
 
 
 def test_memory_that_runs_out_preempts_the_youngest_and_nothing_is_lost() -> None:
