@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ import torch
 
 READ = 4.39e12  # bytes a second that an H200 reads
 MULTIPLY = 790e12  # bf16 operations a second
+_WARM_UP = 0.02  # seconds; after a pause an H200 reads an eighth slower at first
 
 Launch = Callable[[], object]
 
@@ -29,7 +31,10 @@ def time_graph(launches: Sequence[Launch], repeats: int = 7) -> float:
     with torch.cuda.graph(graph):
         for launch in launches:
             launch()
-    graph.replay()
+    started = time.perf_counter()
+    while time.perf_counter() - started < _WARM_UP:
+        graph.replay()
+        torch.cuda.synchronize()
     times = []
     for _ in range(repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
