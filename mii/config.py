@@ -56,6 +56,8 @@ class DeploymentConfig:
     rest_port: int = DEFAULT_REST_PORT
     rest_port_is_default: bool = False
     startup_timeout: float = 600.0  # seconds without progress until a start counts as failed
+    routing_policy: str = "round_robin"
+    replica_weights: tuple[float, ...] = ()  # by replica, how much of the work each gets; else 1
     max_restarts: int = 5  # in a row, of a replica that keeps dying; 0: none is started again
     cache_path: str = ""  # folder of models, registry and logs
     devices: tuple[str, ...] = ()  # GPUs as CUDA_VISIBLE_DEVICES names them; replicas share them
@@ -70,4 +72,5 @@ class DeploymentConfig:
         values: dict[str, Any] = json.loads(text)
         values["engine"] = EngineConfig(**values["engine"])
         values["devices"] = tuple(values["devices"])
+        values["replica_weights"] = tuple(values["replica_weights"])
         return DeploymentConfig(**values)

@@ -142,6 +142,21 @@ class Text:
 
 
 @dataclass(frozen=True)
+class Numbers:
+    """A list of positive numbers; on a command line with commas between them."""
+
+    metavar: str = "X,X,..."
+
+    def parse(self, text: str) -> object:
+        return [Number(0, 1e6).parse(part) for part in text.split(",")]
+
+    def check(self, name: str, value: object) -> tuple[float, ...]:
+        if isinstance(value, list | tuple) and len(value) <= 1024:
+            return tuple(Number(0, 1e6).check(name, each) for each in value)
+        raise InvalidArgument.of(name, value, "a list of up to 1024 positive numbers")
+
+
+@dataclass(frozen=True)
 class Choice:
     """One of a few words. `words` maps each accepted spelling to the word it stands for."""
 

@@ -16,6 +16,7 @@ from mii.option_checks import (
     Choice,
     Integer,
     Number,
+    Numbers,
     Only,
     PowerOfTwo,
     Text,
@@ -27,6 +28,7 @@ DTYPES = (
     *((s, "bfloat16") for s in ("bfloat16", "bf16", "torch.bfloat16")),
     *((s, "float16") for s in ("float16", "fp16", "half", "torch.float16")),
 )
+ROUTING_POLICIES = ("round_robin", "least_outstanding_tokens", "prefix_affinity", "power_of_two")
 
 
 @dataclass(frozen=True)
@@ -232,6 +234,18 @@ OPTIONS: tuple[Option, ...] = (
         Number(0, 1e6),
         "seconds without progress after which a start counts as failed",
         default="600",
+    ),
+    _deployment(
+        "routing_policy",
+        Choice(tuple((policy, policy) for policy in ROUTING_POLICIES)),
+        "how a replica is chosen: " + ", ".join(ROUTING_POLICIES),
+        default="round_robin",
+    ),
+    _deployment(
+        "replica_weights",
+        Numbers(),
+        "how much of the work each replica gets beside the others",
+        default="all the same",
     ),
     _deployment(
         "max_restarts",

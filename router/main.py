@@ -23,7 +23,7 @@ from mii.errors import MIIError, PortInUse
 from mii.proto import inference_pb2, modelresponse_pb2
 from mii.proto.inference_pb2_grpc import add_InferenceServicer_to_server
 from mii.proto.modelresponse_pb2_grpc import add_ModelResponseServicer_to_server
-from mii.router.balancer import RoundRobin
+from mii.router.balancer import POLICIES
 from mii.router.gateway.app import make_app
 from mii.router.health import Health
 from mii.router.legacy import LegacyServicer
@@ -58,7 +58,12 @@ class Router:
             terminate: asks for the deployment's end; the client is answered when it returns.
         """
         self._config = config
-        self._replicas = Replicas(GrpcTransport, RoundRobin(), lambda: self._health.changed())
+        self._replicas = Replicas(
+            GrpcTransport,
+            POLICIES[config.routing_policy](),
+            lambda: self._health.changed(),
+            weights=config.replica_weights,
+        )
         relay = Relay(self._replicas, config.engine.model_name, RequestLimit())
         self._health = Health(_SERVICES, lambda: relay.serving)
         self._servicer = Servicer(relay)

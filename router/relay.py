@@ -26,6 +26,7 @@ from mii.proto.inference_pb2 import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from mii.router.balancer import Choice
 from mii.router.limits import MAX_PROMPTS_IN_FLIGHT, RequestLimit
 from mii.router.replicas import Replica, Replicas
 from mii.router.requests import split
@@ -51,13 +52,17 @@ class Generation:
         self,
         submissions: Sequence[Submission],
         deliver: Callable[[Submission, Generation], Awaitable[None]],
+        session: str = "",
     ) -> None:
         """Set out.
 
         Args:
             submissions: the request's prompts.
             deliver: sends one of them and passes what comes to `accept` and `put`.
+            session: see `Replicas.pick`.
         """
+        self.session = session
+        self.routes: list[Choice] = []  # where prompts went, moves included
         self._deliver = deliver
         self._waiting: deque[GenerateResponse] = deque()
         self._news = asyncio.Event()  # a message, an error, or the end
@@ -155,13 +160,14 @@ class Relay:
 
     @asynccontextmanager
     async def generate(
-        self, request: GenerateRequest, timeout: float | None = None
+        self, request: GenerateRequest, timeout: float | None = None, session: str = ""
     ) -> AsyncIterator[Generation]:
         """Answer a request for as long as the block runs; leaving it early cancels the rest.
 
         Args:
             request: of any number of prompts.
             timeout: seconds until nobody waits for the answer any more.
+            session: whose requests all go to one replica while it is there; "": of none.
 
         Raises:
             InvalidArgument, Overloaded, Unavailable: at once.
@@ -176,7 +182,9 @@ class Relay:
                 for index, single in enumerate(singles)
             ]
             generation = Generation(
-                submissions, lambda submission, to: self._deliver(submission, to, deadline)
+                submissions,
+                lambda submission, to: self._deliver(submission, to, deadline),
+                session,
             )
             try:
                 yield generation
@@ -211,10 +219,13 @@ class Relay:
         self, submission: Submission, to: Generation, deadline: float | None
     ) -> None:
         while not submission.finished:
-            replica = await self._replicas.pick(submission.request.prompts[0], deadline)
-            with replica.answering():
+            replica, choice = await self._replicas.pick(
+                submission.request.prompts[0], to.session, deadline
+            )
+            to.routes.append(choice)
+            with replica.answering(submission.remaining_tokens) as progressed:
                 try:
-                    await self._converse(replica, submission, to, deadline)
+                    await self._converse(replica, submission, to, deadline, progressed)
                 except Unavailable as error:
                     self._replicas.mark_down(replica, str(error))
                     blamed = submission.is_suspect(error) and await self._replicas.was_computing(
@@ -226,7 +237,12 @@ class Relay:
                 raise InternalError(f"a worker ended {submission} before its answers were whole")
 
     async def _converse(
-        self, replica: Replica, submission: Submission, to: Generation, deadline: float | None
+        self,
+        replica: Replica,
+        submission: Submission,
+        to: Generation,
+        deadline: float | None,
+        progressed: Callable[[], None],
     ) -> None:
         now = asyncio.get_running_loop().time()
         timeout = None if deadline is None else max(0.0, deadline - now)
@@ -237,6 +253,7 @@ class Relay:
                 to.accept()
             async for response in call:
                 news = submission.record(response)
+                progressed()
                 if news.deltas:
                     await to.put(news)
         finally:

@@ -12,7 +12,7 @@ from typing import Final
 from mii import control
 from mii.errors import Unavailable
 from mii.proto.inference_pb2 import Prompt
-from mii.router.balancer import Policy, ReplicaLoad
+from mii.router.balancer import Choice, Policy, ReplicaLoad, stick_to_session
 from mii.router.transport import WorkerTransport
 
 _PROBE_TIMEOUT: Final = 2.0  # seconds
@@ -35,16 +35,34 @@ class Replica:
         default_factory=lambda: asyncio.get_running_loop().create_future(), repr=False
     )
     outstanding: int = 0  # prompts sent and not answered yet
+    tokens: float = 0.0  # of them and of what is still to come of their answers, estimated
     probe: asyncio.Task[None] | None = field(default=None, repr=False)
 
     @contextmanager
-    def answering(self) -> Iterator[None]:
-        """Count one prompt for as long as the block runs."""
+    def answering(self, remaining_tokens: Callable[[], float]) -> Iterator[Callable[[], None]]:
+        """Count one prompt for as long as the block runs.
+
+        Args:
+            remaining_tokens: estimates what is still to be computed of it.
+
+        Yields:
+            What to call when that has changed.
+        """
+        counted = 0.0
+
+        def update(left: float | None = None) -> None:
+            nonlocal counted
+            new = remaining_tokens() if left is None else left
+            self.tokens += new - counted
+            counted = new
+
         self.outstanding += 1
+        update()
         try:
-            yield
+            yield update
         finally:
             self.outstanding -= 1
+            update(0.0)
 
 
 class Replicas:
@@ -56,6 +74,7 @@ class Replicas:
         policy: Policy,
         on_change: Callable[[], None],
         patience: float = _PATIENCE,
+        weights: Sequence[float] = (),
     ) -> None:
         """Begin with no replica.
 
@@ -64,7 +83,9 @@ class Replicas:
             policy: chooses among the replicas that can answer.
             on_change: called each time that `serving` may have changed.
             patience: seconds that a prompt waits for a replica that is to come back.
+            weights: of the replicas by number, how much of the work each gets; others have 1.
         """
+        self._weights = dict(enumerate(weights))
         self._connect = connect
         self._policy = policy
         self._tell_change = on_change
@@ -110,11 +131,14 @@ class Replicas:
         except TimeoutError:
             return True
 
-    async def pick(self, prompt: Prompt, deadline: float | None) -> Replica:
-        """Return the replica that is to answer `prompt`, once there is one.
+    async def pick(
+        self, prompt: Prompt, session: str, deadline: float | None
+    ) -> tuple[Replica, Choice]:
+        """Return the replica that is to answer `prompt`, once there is one, and why that one.
 
         Args:
             prompt: for policies that look at it.
+            session: whose requests all go to one replica while it is there; "": of none.
             deadline: on the event loop's clock, when nobody waits for an answer any more.
 
         Raises:
@@ -124,8 +148,18 @@ class Replicas:
         patience = asyncio.get_running_loop().time() + self._patience
         while self._returning and not self.serving:
             await self._next_change(min(patience, deadline or patience))
-        loads = [ReplicaLoad(replica.number, replica.outstanding) for replica in self._up()]
-        return self._replicas[self._policy.choose(loads, prompt)]
+        loads = [
+            ReplicaLoad(
+                replica.number,
+                replica.outstanding,
+                replica.tokens,
+                self._weights.get(replica.number, 1.0),
+            )
+            for replica in self._up()
+        ]
+        policy = self._policy
+        choice = stick_to_session(loads, session) if session else policy.choose(loads, prompt)
+        return self._replicas[choice.number], choice
 
     @property
     def _returning(self) -> bool:

@@ -18,6 +18,7 @@ from mii.proto.inference_pb2 import (
 )
 from mii.proto.inference_pb2_grpc import InferenceServicer
 from mii.router.relay import Relay
+from mii.router.routing_headers import SESSION_KEY, explanation, session_of
 from mii.status import errors_as_status
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -35,12 +36,17 @@ class Servicer(InferenceServicer):
         async with errors_as_status(context, request_id):
             check_request_id(request.request_id)
             request.request_id = request.request_id or request_id
-            async with self._relay.generate(request, context.time_remaining()) as generation:
+            asked = dict(context.invocation_metadata() or ())
+            session = session_of(asked.get(SESSION_KEY, ""))
+            timeout = context.time_remaining()
+            async with self._relay.generate(request, timeout, session) as generation:
                 if request.stream:
                     await generation.accepted()
                     await context.send_initial_metadata(((ACCEPTED_KEY, request.request_id),))
                 async for message in generation:
                     await context.write(message)
+                told = explanation(asked, generation.routes)
+                context.set_trailing_metadata(tuple(told.items()))
 
     async def Tokenize(self, request: TokenizeRequest, context: Context) -> TokenizeResponse:
         async with errors_as_status(context, new_request_id()):

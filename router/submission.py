@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final
 
 from mii.errors import InternalError, Leaving, Unavailable
 from mii.proto.inference_pb2 import GenerateRequest, GenerateResponse, PartialAnswer, SequenceDelta
 
 _MAX_MOVES: Final = 16  # from replica to replica
+_USUAL_ANSWER: Final = 256  # tokens, where a request does not limit its answer
+_CHARACTERS_PER_TOKEN: Final = 4.0
 
 
 @dataclass
@@ -41,6 +44,23 @@ class Submission:
     _moved_on: bool = field(default=False, init=False)  # a token has come from that replica
     _began: float = field(default_factory=time.monotonic, init=False)
     _sent: float = field(default=0.0, init=False)  # to the replica that has it now
+
+    def remaining_tokens(self) -> float:
+        """Estimate the tokens of the prompt and of what is still to come of its answers."""
+        if self.finished:
+            return 0.0
+        sampling = self.request.sampling
+        limit = sampling.max_new_tokens if sampling.HasField("max_new_tokens") else _USUAL_ANSWER
+        come = [len(choice.token_ids) for choice in self.choices if not choice.finish_reason]
+        return self._prompt_tokens + sum(max(0, limit - count) for count in come)
+
+    @cached_property
+    def _prompt_tokens(self) -> float:
+        prompt = self.request.prompts[0]
+        if prompt.HasField("token_ids"):
+            return float(len(prompt.token_ids.ids))
+        characters = len(prompt.chat.messages_json) + len(prompt.text)
+        return characters / _CHARACTERS_PER_TOKEN
 
     def next_request(self) -> GenerateRequest:
         """Return what to ask the next replica: the whole request, or what is left of it."""

@@ -10,7 +10,7 @@ from grpc.aio import EOF  # type: ignore[attr-defined]  # grpc-stubs lacks it
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from mii.channel import channel_options
-from mii.errors import MIIError, Unavailable
+from mii.errors import Leaving, MIIError, Unavailable
 from mii.messages import ACCEPTED_KEY
 from mii.proto.inference_pb2 import (
     DetokenizeRequest,
@@ -153,7 +153,7 @@ class GrpcCall:
             if task is not None and task.cancelling():
                 raise
             # Not this task was cancelled but the call, with its channel.
-            raise Unavailable("the connection to the worker was given up") from None
+            raise Leaving("the connection to the worker was given up") from None
 
 
 def _error_of(error: grpc.aio.AioRpcError) -> MIIError:

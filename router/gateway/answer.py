@@ -13,6 +13,7 @@ from mii.router.gateway.body import json_response
 from mii.router.gateway.events import event_stream
 from mii.router.gateway.fields import Asked
 from mii.router.relay import Generation, Relay
+from mii.router.routing_headers import SESSION_KEY, explanation, session_of
 
 
 class Shape(Protocol):
@@ -121,12 +122,16 @@ async def respond(
 ) -> web.StreamResponse:
     """Answer a request. Every error that can be known before the first byte comes as a status."""
     answer = Answer(asked, shape, relay.model_name)
-    async with relay.generate(asked.request) as generation:
+    session = session_of(web_request.headers.get(SESSION_KEY, ""))
+    async with relay.generate(asked.request, session=session) as generation:
         if not asked.request.stream:
-            return json_response(await answer.whole(generation), headers=asked.headers)
+            whole = await answer.whole(generation)
+            told = explanation(web_request.headers, generation.routes)
+            return json_response(whole, headers={**asked.headers, **told})
         await generation.accepted()
         request_id = asked.request.request_id
-        async with event_stream(web_request, request_id, asked.headers) as stream:
+        headers = {**asked.headers, **explanation(web_request.headers, generation.routes)}
+        async with event_stream(web_request, request_id, headers) as stream:
             await stream.send(answer.opening())
             async for message in generation:
                 await stream.send(answer.chunks(message))

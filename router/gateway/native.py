@@ -16,6 +16,7 @@ from mii.router.gateway.completions import prompts_of
 from mii.router.gateway.events import EventStream, event_stream
 from mii.router.gateway.fields import flag, text
 from mii.router.relay import Generation, Relay
+from mii.router.routing_headers import SESSION_KEY, explanation, session_of
 
 
 class NativeRoutes:
@@ -28,11 +29,15 @@ class NativeRoutes:
     async def generate(self, web_request: web.Request) -> web.StreamResponse:
         """POST /generate"""
         request = _request_of(await read_object(web_request), web_request["request_id"])
-        async with self._relay.generate(request) as generation:
+        session = session_of(web_request.headers.get(SESSION_KEY, ""))
+        async with self._relay.generate(request, session=session) as generation:
             if not request.stream:
-                return json_response(await _whole(generation))
+                whole = await _whole(generation)
+                told = explanation(web_request.headers, generation.routes)
+                return json_response(whole, headers=told)
             await generation.accepted()
-            async with event_stream(web_request, request.request_id, {}) as stream:
+            told = explanation(web_request.headers, generation.routes)
+            async with event_stream(web_request, request.request_id, told) as stream:
                 await _send(stream, generation)
             return stream.response
 

@@ -100,6 +100,18 @@ def test_requests_take_turns_on_the_replicas(
     assert [len(worker.requests) for worker in workers] == [3, 3]
 
 
+def test_requests_of_one_session_go_to_one_replica_and_say_so_when_asked(
+    router: RouterProcess, workers: list[FakeWorker]
+) -> None:
+    metadata = (("x-session-id", "s-1"), ("x-mii-explain-route", "1"))
+    for _ in range(5):
+        call = router.inference.Generate(request_of("a"), timeout=20, metadata=metadata)
+        list(call)
+        told = dict(call.trailing_metadata())["x-mii-route"]
+        assert told.endswith("(session)")
+    assert sorted(len(worker.requests) for worker in workers) == [0, 5]
+
+
 def test_an_explicit_seed_is_every_prompts_seed(
     router: RouterProcess, workers: list[FakeWorker]
 ) -> None:
