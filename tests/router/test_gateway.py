@@ -235,3 +235,19 @@ def test_a_request_id_that_is_too_long_is_refused(router: RouterProcess) -> None
     answer = call(router, "POST", GENERATE, b'{"prompts": "a"}', {"X-Request-Id": "x" * 300})
     assert answer.status == 400
     assert answer.error["param"] == "request_id"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [GENERATE, CHAT])
+def test_where_a_request_went_is_told_when_asked(
+    router: RouterProcess, path: str, stream: bool
+) -> None:
+    body = {"stream": stream, **({"prompts": ["a"]} if path == GENERATE else messages())}
+    headers = {"Content-Type": "application/json", "X-Session-Id": "s-1"}
+    plain = call(router, "POST", path, json.dumps(body).encode(), headers)
+    assert "x-mii-route" not in plain.headers
+    headers["X-MII-Explain-Route"] = "yes"
+    told = call(router, "POST", path, json.dumps(body).encode(), headers).headers["x-mii-route"]
+    assert told in ("replica 0 (session)", "replica 1 (session)")
+    headers["X-Session-Id"] = "s" * 1000
+    assert call(router, "POST", path, json.dumps(body).encode(), headers).status == 400
