@@ -1,4 +1,4 @@
-"""The command line: `mii serve`, `generate`, `chat`, `ps`, `logs`, `stop` and `plan`.
+"""The command line: `mii serve`, `generate`, `chat`, `ps`, `logs`, `stop` and others.
 
 Each command lives in a module of its own, imported when it runs, so that `mii --help` is quick.
 """
@@ -138,6 +138,27 @@ def make_parser() -> argparse.ArgumentParser:
     )
     stop.add_argument("names", metavar="NAME", nargs="*", help="the deployments or their models")
     stop.add_argument("--all", action="store_true", help="every deployment of this cache folder")
+
+    restart = _command(
+        commands,
+        "restart",
+        "mii.cli_operations:restart",
+        "start replicas anew without losing a request",
+        "Start a deployment's replicas anew, one after the other. No request is lost: those of\n"
+        "the replica whose turn it is go on at the others, or wait for it if there are none.",
+    )
+    restart.add_argument("name", metavar="NAME", help="the deployment or its model")
+
+    scale = _command(
+        commands,
+        "scale",
+        "mii.cli_operations:scale",
+        "change the number of replicas",
+        "Give a deployment more or fewer replicas. No request is lost: those of replicas that are\n"
+        "removed go on at the others.",
+    )
+    scale.add_argument("name", metavar="NAME", help="the deployment or its model")
+    scale.add_argument("replicas", metavar="N", type=int, help="replicas wanted, 1 to 1024")
 
     plan = _command(
         commands,

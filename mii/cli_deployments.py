@@ -60,7 +60,7 @@ def _row(record: DeploymentRecord) -> tuple[str, ...]:
         record.state,
         record.address if record.port else "-",
         record.rest_address or "-",
-        f"{sum(replicas.values())}/{config.replica_num} ready",
+        f"{sum(replicas.values())}/{len(replicas) or config.replica_num} ready",
         up,
         str(record.supervisor.pid),
     )

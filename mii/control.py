@@ -7,12 +7,14 @@ message is one of the frozen dataclasses below; `event` is its wire name.
     parent -> child   Start      the first line: what to run, and as what
                       Replicas   (to the router) where to send requests now
                       Died       (to the router) what a replica was computing when it died
+                      OperationEnded  (to the router) an operation has ended
                       Detach     (to the supervisor) live on without me
                       Stop       end in an orderly way; SIGTERM means the same
     child -> parent   Progress   what a start is busy with
                       Ready      serving, on this port
                       Failed     the last words of a child that cannot go on
                       Terminate  (from the router) a client asked for the deployment's end
+                      Operation  (from the router) an operator asked for a restart, or to scale
 
 The end of the stream means that the other side is gone. A child then exits at once, whatever it
 is doing, so that nothing outlives a killed parent:
@@ -69,7 +71,9 @@ class Replica:
     address: str  # host:port of its rank 0; "" while it has none
     ready: bool
     returning: bool = False  # it has been ready, has died and is started again
+    dead: bool = False  # for good
     words: str = ""  # why it has died, if it has
+    busy_with: str = ""  # what a start is at
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,24 @@ class Died:
     replica: int
     address: str
     computing: tuple[str, ...]  # ids of the requests of the step that it never came to the end of
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operator asks for a restart of all replicas, or for another number of them."""
+
+    event: ClassVar[str] = "operation"
+    number: int  # of the operation, for its end
+    replicas: int | None = None  # wanted; None: restart those that there are
+
+
+@dataclass(frozen=True)
+class OperationEnded:
+    """An operation has ended."""
+
+    event: ClassVar[str] = "operation ended"
+    number: int
+    error: str = ""  # why it did not do what was asked; "" if it did
 
 
 @dataclass(frozen=True)
@@ -152,11 +174,35 @@ class Terminate:
     event: ClassVar[str] = "terminate"
 
 
-Message = Start | Replicas | Died | Detach | Stop | Progress | Ready | Failed | Terminate
+Message = (
+    Start
+    | Replicas
+    | Died
+    | Operation
+    | OperationEnded
+    | Detach
+    | Stop
+    | Progress
+    | Ready
+    | Failed
+    | Terminate
+)
 
 _KINDS: dict[str, type[Any]] = {
     kind.event: kind
-    for kind in (Start, Replicas, Died, Detach, Stop, Progress, Ready, Failed, Terminate)
+    for kind in (
+        Start,
+        Replicas,
+        Died,
+        Operation,
+        OperationEnded,
+        Detach,
+        Stop,
+        Progress,
+        Ready,
+        Failed,
+        Terminate,
+    )
 }
 
 

@@ -30,6 +30,7 @@ from mii.control import (
     Died,
     Failed,
     Message,
+    Operation,
     Progress,
     Ready,
     Replica,
@@ -39,7 +40,15 @@ from mii.control import (
 )
 from mii.errors import DeploymentError, MIIError
 from mii.launchers.local import Child, LocalLauncher
-from mii.registry import DeploymentRecord, ProcessIdentity, ProcessRecord, Registry, mark
+from mii.operations import Operations
+from mii.registry import (
+    DeploymentRecord,
+    ProcessIdentity,
+    ProcessRecord,
+    Registry,
+    mark,
+    without_replica,
+)
 from mii.supervised_replica import SupervisedReplica
 
 _STOP_SECONDS = 3.0  # that children have for an orderly end
@@ -108,7 +117,8 @@ class Supervisor:
         self._record = DeploymentRecord(config, ProcessIdentity.of(os.getpid()))
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._router: Child | None = None
-        self._replicas: list[SupervisedReplica] = []
+        self.replicas: list[SupervisedReplica] = []
+        self._operations = Operations(self, lambda end: self._require_router().channel.send(end))
         self._running: list[Child] = []  # whose end has not been seen
         self._last_words: dict[Child, Failed] = {}
         self._announced = False  # the starter knows that the deployment is ready
@@ -198,16 +208,41 @@ class Supervisor:
             self._busy_with.pop(router)
             self._note([router], "ready", message.port)
             _logger.info("the router listens on port %d", message.port)
-            self._start_replicas(message.port + 1)
+            self._progress("starting the workers")
+            for number in range(self._config.replica_num):
+                self.add_replica(number)
+        elif isinstance(message, Operation):
+            self._operations.ask(message)
 
-    def _start_replicas(self, first_port: int) -> None:
-        ranks = self._config.engine.tensor_parallel
-        self._progress("starting the workers")
-        for number in range(self._config.replica_num):
-            port = first_port + number * ranks
-            replica = SupervisedReplica(number, port, self._config.max_restarts)
-            self._replicas.append(replica)
-            self._start_replica(replica)
+    # See mii.operations.ReplicaActions.
+
+    def add_replica(self, number: int) -> None:
+        """Start a further replica."""
+        assert self._record.port is not None
+        port = self._record.port + 1 + number * self._config.engine.tensor_parallel
+        replica = SupervisedReplica(number, port, self._config.max_restarts)
+        self.replicas.append(replica)
+        self.replicas.sort(key=lambda each: each.number)
+        self._start_replica(replica)
+        self._tell_router()
+
+    def stop_replica(self, replica: SupervisedReplica, *, for_good: bool) -> None:
+        """Move a replica's requests away and end it; unless for good, start it again then."""
+        if not replica.children_ended:
+            _logger.info("replica %d is told to end", replica.number)
+            replica.leave(for_good)
+            self._note(replica.children, "leaving")
+            self._tell_router()
+        else:  # it is dead, or about to be started again anyway
+            replica.left()
+            self._next_look = time.monotonic()
+
+    def remove_replica(self, replica: SupervisedReplica) -> None:
+        """Forget a replica that has ended."""
+        self.replicas.remove(replica)
+        self._record = without_replica(self._record, replica.number)
+        self._save()
+        self._tell_router()
 
     def _start_replica(self, replica: SupervisedReplica) -> None:
         replica.begin(self._launcher.start_replica(self._config, replica.number, replica.port))
@@ -222,9 +257,12 @@ class Supervisor:
                 each.address,
                 ready=each.is_ready,
                 returning=self._announced and not each.is_ready and not each.given_up,
+                dead=each.given_up,
                 words=each.words,
+                busy_with=self._busy_with.get(each.children[0], ""),
             )
-            for each in self._replicas
+            for each in self.replicas
+            if not (each.leaving and each.leaves_for_good)
         )
         self._require_router().channel.send(Replicas(tuple(replicas)))
 
@@ -232,7 +270,10 @@ class Supervisor:
 
     def _worker_said(self, child: Child, message: Message) -> None:
         if isinstance(message, Progress):
+            is_news = message.what != self._busy_with.get(child)
             self._busy_with[child] = message.what
+            if is_news and child.start.rank == 0:
+                self._tell_router()
             self._progressed[child] = time.monotonic()
             several = self._config.replica_num > 1
             prefix = f"replica {child.start.replica}: " if several else ""
@@ -246,8 +287,9 @@ class Supervisor:
             self._tell_router()
             self._progress(f"{child.name} is ready")
             if replica.is_ready and self._announced:
-                _logger.info("replica %d serves again", replica.number)
-            if all(each.is_ready for each in self._replicas) and not self._announced:
+                _logger.info("replica %d serves", replica.number)
+                self._operations.ready(replica)
+            if all(each.is_ready for each in self.replicas) and not self._announced:
                 self._announce()
 
     def _announce(self) -> None:
@@ -256,7 +298,7 @@ class Supervisor:
         self._save()
         port = self._record.port
         assert port is not None
-        details = {"replicas": [each.ready[0].details for each in self._replicas]}
+        details = {"replicas": [each.ready[0].details for each in self.replicas]}
         self._starter.send(Ready(port, rest_port=self._record.rest_port, details=details))
         _logger.info("the deployment is ready")
 
@@ -277,6 +319,13 @@ class Supervisor:
             self._tell_router()
 
     def _replica_died(self, replica: SupervisedReplica) -> None:
+        if replica.leaving:
+            replica.left()
+            self._note(replica.children, "restarting")
+            self._tell_router()
+            self._operations.ended(replica)
+            self._next_look = time.monotonic()
+            return
         cause = self._cause(replica.children)
         if not self._announced:
             raise cause
@@ -291,6 +340,7 @@ class Supervisor:
         self._note(replica.children, state, None, str(cause))
         self._tell_router()
         self._starter.send(Progress(words))
+        self._operations.ended(replica)
         if replica.restart_at is not None:
             self._next_look = min(self._next_look, replica.restart_at)
 
@@ -300,11 +350,13 @@ class Supervisor:
         for child in [c for c, since in self._progressed.items() if c in self._busy_with]:
             if now - self._progressed[child] > self._config.startup_timeout:
                 self._start_stalled(child)
-        for replica in self._replicas:
+        for replica in self.replicas:
             if replica.restart_at is not None and now >= replica.restart_at:
                 _logger.info("replica %d is started again", replica.number)
                 self._start_replica(replica)
                 self._tell_router()
+            elif replica.leave_by is not None and now >= replica.leave_by:
+                self._kill(replica.children)
             elif (hung := replica.hung_rank()) is not None:
                 child, why = hung
                 self._last_words[child] = Failed(DeploymentError.code, f"{child.name} hangs: {why}")
@@ -378,7 +430,7 @@ class Supervisor:
         return [child] if child is self._router else self._replica_of(child).children
 
     def _replica_of(self, child: Child) -> SupervisedReplica:
-        return next(each for each in self._replicas if child in each.children)
+        return next(each for each in self.replicas if child in each.children)
 
     def _kill(self, children: Iterable[Child]) -> None:
         for child in children:

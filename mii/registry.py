@@ -222,6 +222,12 @@ def mark(record: DeploymentRecord, process: ProcessRecord) -> DeploymentRecord:
     return replace(record, processes=tuple(ordered))
 
 
+def without_replica(record: DeploymentRecord, replica: int) -> DeploymentRecord:
+    """Return the record without the processes of a replica."""
+    others = (p for p in record.processes if p.role != "worker" or p.replica != replica)
+    return replace(record, processes=tuple(others))
+
+
 def address_of(host: str, port: int) -> str:
     """Return where a client on this machine reaches a server that listens on `host`."""
     host = host.strip("[]")

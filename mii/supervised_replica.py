@@ -6,12 +6,13 @@ import time
 from dataclasses import dataclass, field
 from typing import Final
 
-from mii.control import Ready
+from mii.control import Ready, Stop
 from mii.launchers.local import Child
 from mii.pulse import HangWatch, processor_seconds
 
 # A replica that has served for so long did not die of its start: the count begins anew.
 _STABLE_SECONDS: Final = 10.0
+_LEAVE_SECONDS: Final = 4.0  # that a replica has to end when it is told to
 _FIRST_PAUSE: Final = 0.25  # seconds until a replica that has died is started again
 _LONGEST_PAUSE: Final = 30.0
 
@@ -45,6 +46,9 @@ class SupervisedReplica:
     words: str = field(default="", init=False)  # why it died last
     restart_at: float | None = field(default=None, init=False)  # time.monotonic()
     given_up: bool = field(default=False, init=False)
+    leaving: bool = field(default=False, init=False)  # it was told to end
+    leaves_for_good: bool = field(default=False, init=False)
+    leave_by: float | None = field(default=None, init=False)  # time.monotonic()
     _deaths: int = field(default=0, init=False)  # in a row
     _ready_since: float | None = field(default=None, init=False)
     _watched: dict[int, _Watched] = field(default_factory=dict, init=False)  # by rank
@@ -54,6 +58,8 @@ class SupervisedReplica:
         self.children = children
         self.ready, self.ended, self._watched = {}, set(), {}
         self.restart_at = self._ready_since = None
+        self.given_up = self.leaving = False
+        self.leave_by = None
 
     def rank_ready(self, rank: int, message: Ready) -> None:
         """Note that a rank serves."""
@@ -65,13 +71,31 @@ class SupervisedReplica:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every rank serves."""
-        return bool(self.children) and len(self.ready) == len(self.children) and not self.ended
+        """Whether every rank serves, and is to go on with it."""
+        all_ready = bool(self.children) and len(self.ready) == len(self.children)
+        return all_ready and not self.ended and not self.leaving
+
+    @property
+    def children_ended(self) -> bool:
+        """Whether none of its processes is left."""
+        return len(self.ended) == len(self.children)
 
     @property
     def address(self) -> str:
         """Where rank 0 listens; "" while it does not."""
         return f"127.0.0.1:{self.ready[0].port}" if 0 in self.ready and not self.ended else ""
+
+    def leave(self, for_good: bool) -> None:
+        """Tell all ranks to end in an orderly way."""
+        self.leaving, self.leaves_for_good = True, for_good
+        self.leave_by = time.monotonic() + _LEAVE_SECONDS
+        for child in self.children:
+            child.channel.send(Stop())
+
+    def left(self) -> None:
+        """Note that it has ended as it was told to."""
+        self._deaths, self.leave_by = 0, None
+        self.restart_at = None if self.leaves_for_good else time.monotonic()
 
     def died(self, words: str) -> None:
         """Note a death, and decide whether and when there is another start."""

@@ -20,7 +20,8 @@ from mii import control
 from mii.channel import server_options
 from mii.config import DeploymentConfig
 from mii.errors import MIIError, PortInUse
-from mii.proto import inference_pb2, modelresponse_pb2
+from mii.proto import deployment_pb2, inference_pb2, modelresponse_pb2
+from mii.proto.deployment_pb2_grpc import add_DeploymentServicer_to_server
 from mii.proto.inference_pb2_grpc import add_InferenceServicer_to_server
 from mii.proto.modelresponse_pb2_grpc import add_ModelResponseServicer_to_server
 from mii.router.balancer import POLICIES
@@ -29,6 +30,7 @@ from mii.router.health import Health
 from mii.router.legacy import LegacyServicer
 from mii.router.limits import RequestLimit
 from mii.router.listen import addresses_of, join, listen
+from mii.router.operator import OperatorServicer
 from mii.router.relay import Relay
 from mii.router.replicas import Replicas
 from mii.router.servicer import Servicer
@@ -37,6 +39,7 @@ from mii.router.transport import GrpcTransport
 _SERVICES: Final = (
     inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
     modelresponse_pb2.DESCRIPTOR.services_by_name["ModelResponse"].full_name,
+    deployment_pb2.DESCRIPTOR.services_by_name["Deployment"].full_name,
     health.SERVICE_NAME,
     reflection.SERVICE_NAME,
 )
@@ -50,12 +53,18 @@ _logger = logging.getLogger(__name__)
 class Router:
     """The servers of one deployment. Belongs to one event loop."""
 
-    def __init__(self, config: DeploymentConfig, terminate: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        config: DeploymentConfig,
+        terminate: Callable[[], Awaitable[None]],
+        operate: Callable[[control.Operation], None],
+    ) -> None:
         """Make everything, and listen on nothing yet.
 
         Args:
             config: of the deployment.
             terminate: asks for the deployment's end; the client is answered when it returns.
+            operate: passes on what an operator asks for.
         """
         self._config = config
         self._replicas = Replicas(
@@ -68,6 +77,7 @@ class Router:
         self._health = Health(_SERVICES, lambda: relay.serving)
         self._servicer = Servicer(relay)
         self._legacy = LegacyServicer(relay, terminate)
+        self._operator = OperatorServicer(config.deployment_name, self._replicas, operate)
         self._server: grpc.aio.Server | None = None
         self._gateway = web.AppRunner(
             make_app(relay, config.deployment_name),
@@ -86,12 +96,15 @@ class Router:
         rest_port = await self._start_rest() if self._config.enable_rest else None
         return control.Ready(port=port, rest_port=rest_port)
 
-    def update(self, told: control.Replicas | control.Died) -> None:
+    def update(self, told: control.Message) -> None:
         """Take the supervisor's word on the replicas."""
-        if isinstance(told, control.Died):
-            self._replicas.died(told)
-        else:
-            self._replicas.update(told.replicas)
+        match told:
+            case control.Replicas():
+                self._replicas.update(told.replicas)
+            case control.Died():
+                self._replicas.died(told)
+            case control.OperationEnded():
+                self._operator.ended(told)
 
     async def stop(self) -> None:
         """Take no more requests, give those under way a moment, and end them."""
@@ -125,6 +138,7 @@ class Router:
         server = grpc.aio.server(options=server_options())
         add_InferenceServicer_to_server(self._servicer, server)
         add_ModelResponseServicer_to_server(self._legacy, server)
+        add_DeploymentServicer_to_server(self._operator, server)
         add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection(_SERVICES, server)
         return server
@@ -156,13 +170,13 @@ async def run(channel: control.ControlChannel, config: DeploymentConfig) -> None
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stopped.wait(), _TERMINATE_SECONDS)
 
-    router = Router(config, terminate)
+    router = Router(config, terminate, channel.send)
 
     def on_message(message: control.Message) -> None:
-        if isinstance(message, control.Replicas | control.Died):
-            loop.call_soon_threadsafe(router.update, message)
-        elif isinstance(message, control.Stop):
+        if isinstance(message, control.Stop):
             loop.call_soon_threadsafe(stopped.set)
+        else:
+            loop.call_soon_threadsafe(router.update, message)
 
     channel.listen(on_message)
     channel.send(await router.start())

@@ -100,6 +100,15 @@ class Replicas:
         """Whether any replica can answer."""
         return any(not replica.down for replica in self._replicas.values())
 
+    @property
+    def told(self) -> tuple[control.Replica, ...]:
+        """What the supervisor has said of all replicas."""
+        return self._told
+
+    async def changed(self) -> None:
+        """Return when something has changed."""
+        await self._change.wait()
+
     def update(self, told: Sequence[control.Replica]) -> None:
         """Take the supervisor's word: connect what became ready, drop what is not any more."""
         self._told = tuple(told)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,11 +21,21 @@ import pytest
 from google.protobuf.empty_pb2 import Empty
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from mii.channel import channel_options
 from mii.config import DeploymentConfig, EngineConfig
 from mii.errors import DeploymentError, InvalidArgument, MIIError, ModelError, PortInUse
 from mii.launch import start_attached, start_deployment, stop_deployment
+from mii.proto.deployment_pb2 import (
+    REPLICA_STATE_READY,
+    ReplicaState,
+    RestartRequest,
+    ScaleRequest,
+    WatchStatusRequest,
+)
+from mii.proto.deployment_pb2_grpc import DeploymentStub
 from mii.proto.modelresponse_pb2_grpc import ModelResponseStub
 from mii.registry import DeploymentRecord, ProcessRecord, Registry
+from mii.status import error_of_call
 from tests.system.leftovers import Belongings, no_new_children, socket_files
 
 FAKE = "tests.system.fake_supervisor"
@@ -335,6 +347,70 @@ def test_a_replica_that_keeps_dying_is_given_up(tmp_path: Path) -> None:
     stop_deployment(record)
 
 
+def operator(record: DeploymentRecord) -> DeploymentStub:
+    return DeploymentStub(grpc.insecure_channel(record.address, channel_options()))
+
+
+def states(record: DeploymentRecord) -> dict[int, str]:
+    status = next(operator(record).WatchStatus(WatchStatusRequest(), timeout=10))
+    return {r.replica: ReplicaState.Name(r.state).rpartition("_")[2] for r in status.replicas}
+
+
+def test_a_restart_starts_every_replica_anew_one_at_a_time(tmp_path: Path) -> None:
+    record = start(tmp_path, replica_num=3, tensor_parallel=2)
+    before = {p.pid for p in record.processes if p.role == "worker"}
+    watch = operator(record).WatchStatus(WatchStatusRequest(), timeout=60)
+    fewest_ready: list[int] = []
+
+    def look() -> None:
+        with contextlib.suppress(grpc.RpcError):
+            for status in watch:
+                ready = [r for r in status.replicas if r.state == REPLICA_STATE_READY]
+                fewest_ready.append(len(ready))
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    operator(record).Restart(RestartRequest(), timeout=60)
+    watch.cancel()
+    looking.join()
+    assert min(fewest_ready) == 2
+    record = Registry(tmp_path).get("fake/one")
+    workers = [p for p in record.processes if p.role == "worker"]
+    assert len(workers) == 6 and not before & {p.pid for p in workers}
+    assert {p.state for p in workers} == {"ready"}
+    stop_deployment(record)
+
+
+def test_replicas_come_and_go_as_asked(tmp_path: Path) -> None:
+    record = start(tmp_path, replica_num=2)
+    belongings = Belongings.of(record.supervisor.pid)
+    for wanted in (4, 1, 2):
+        operator(record).Scale(ScaleRequest(replicas=wanted), timeout=60)
+        assert states(record) == dict.fromkeys(range(wanted), "READY")
+        record = Registry(tmp_path).get("fake/one")
+        workers = [p for p in record.processes if p.role == "worker"]
+        assert [(p.replica, p.state) for p in workers] == [(n, "ready") for n in range(wanted)]
+        assert all(psutil.pid_exists(p.pid) for p in workers)
+    with pytest.raises(grpc.RpcError) as caught:
+        operator(record).Scale(ScaleRequest(replicas=0), timeout=60)
+    assert isinstance(error_of_call(caught.value), InvalidArgument)
+    belongings = Belongings.of(record.supervisor.pid)
+    stop_deployment(record)
+    belongings.assert_gone()
+
+
+def test_a_restart_that_fails_says_why_and_touches_no_further_replica(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    record = start(tmp_path, {"0.0": f"fail once there is {gone}"}, replica_num=2, max_restarts=1)
+    survivor = worker_of(record, 1)
+    gone.touch()
+    with pytest.raises(grpc.RpcError) as caught:
+        operator(record).Restart(RestartRequest(), timeout=60)
+    assert "replica 0 did not start" in str(error_of_call(caught.value))
+    assert worker_of(Registry(tmp_path).get("fake/one"), 1) == survivor
+    stop_deployment(record)
+
+
 def health(record: DeploymentRecord) -> str:
     with grpc.insecure_channel(record.address, [("grpc.enable_http_proxy", 0)]) as channel:
         answer = health_pb2_grpc.HealthStub(channel).Check(
@@ -385,6 +461,7 @@ def test_waiting_returns_when_a_client_terminates(tmp_path: Path) -> None:
 STARTER = """
 import sys
 from pathlib import Path
+from mii.channel import channel_options
 from mii.config import DeploymentConfig
 from mii.launch import start_attached, start_deployment
 

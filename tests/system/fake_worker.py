@@ -34,6 +34,8 @@ def main() -> None:
 
     channel.listen(on_message)
     channel.send(Progress("reading weights", 0.5))
+    if behaviour and behaviour.startswith("fail once there is "):
+        behaviour = "fail" if os.path.exists(behaviour.rpartition(" ")[2]) else None
     match behaviour:
         case "fail":
             channel.send(Failed.of(ModelError("shard 3 is corrupt")))
