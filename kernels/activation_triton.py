@@ -36,10 +36,7 @@ def _gated_kernel(
 
 
 def gated_activation_cuda(gate_up: torch.Tensor, activation: ActivationName) -> torch.Tensor:
-    """Compute `gated_activation_reference` for a contiguous [tokens, 2 * size].
-
-    Args:
-    """
+    """Compute `gated_activation_reference` for a contiguous [tokens, 2 * size]."""
     tokens, double = gate_up.shape
     size = double // 2
     output = torch.empty((tokens, size), dtype=gate_up.dtype, device=gate_up.device)

@@ -21,7 +21,6 @@ class PackedLinear:
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.out_features, self.in_features = weight.shape
         self._bias = bias
         self._packed = weight.device.type == "cpu" and weight.dtype == torch.float32
         self._packed = self._packed and _onednn_packs()

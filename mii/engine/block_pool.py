@@ -32,11 +32,6 @@ class BlockPool:
         """Blocks that `allocate` could hand out now: free and cached ones."""
         return len(self._free) + len(self._cached)
 
-    @property
-    def num_cached(self) -> int:
-        """Blocks that nobody holds and that can be found by their content."""
-        return len(self._cached)
-
     def allocate(self, count: int) -> list[int]:
         """Hand out blocks of no particular content, each with one reference.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from mii.engine.detokenizer import Detokenizer
 from mii.engine.engine_v2 import InferenceEngineV2
@@ -54,7 +54,6 @@ class _Sequence:
     text: str = ""  # what the next delta begins with
     first_token: float | None = None
     num_generated: int = 0
-    finish: str | None = field(default=None)
 
 
 class Generator:

@@ -27,7 +27,6 @@ class ScheduledRequest:
     answer_ids: tuple[int, ...] = ()  # new tokens that are known already, from another engine
     sequence: SequenceState | None = field(default=None, init=False)  # once it has been admitted
     num_generated: int = field(default=0, init=False)  # known new tokens
-    num_preemptions: int = field(default=0, init=False)
     num_cached: int = field(default=0, init=False)  # prompt tokens out of the prefix cache
     admitted_at: float | None = field(default=None, init=False)  # time.monotonic(), the first time
     is_running: bool = field(default=False, init=False)
@@ -192,7 +191,6 @@ class Scheduler:
         request.is_running = False
         self.state.release_blocks(request.sequence)
         self._waiting.appendleft(request)
-        request.num_preemptions += 1
         self.num_preemptions += 1
 
     def _schedule_begun_prompts(self, budget: int) -> list[PlannedSequence]:

@@ -62,7 +62,7 @@ class SequenceState:
     @property
     def num_uncomputed(self) -> int:
         """Tokens that are still to be computed; 1 for a sequence that decodes."""
-        return len(self.token_ids) + self.num_in_flight - self.num_computed
+        return self.num_tokens - self.num_computed
 
 
 class DSStateManager:
