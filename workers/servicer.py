@@ -14,7 +14,7 @@ import grpc
 
 from mii.config import EngineConfig
 from mii.engine.generator import Usage as EngineUsage
-from mii.engine.params import Defaults, check_params
+from mii.engine.params import check_params
 from mii.engine.plan import TokenLogprobs as EngineLogprobs
 from mii.engine.prompts import ChatPrompt, GenerationRequest, PromptProcessor
 from mii.engine.prompts import Prompt as EnginePrompt
@@ -130,7 +130,6 @@ class Servicer(InferenceServicer):
         """
         check_request(request, self._model.id)
         params = check_params(sampling_values(request.sampling), "SamplingParams")
-        defaults = defaults_of(request.defaults)
         resumed = _resumed(request)
         return [
             _Sequence(index, sequence)
@@ -139,8 +138,7 @@ class Servicer(InferenceServicer):
                 engine_prompt(prompt),
                 params,
                 request_id=request_id,
-                defaults=defaults,
-                strict=defaults is Defaults.MODEL,
+                defaults=defaults_of(request.defaults),
                 resumed=resumed,
             )
         ]

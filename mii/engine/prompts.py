@@ -14,7 +14,7 @@ from mii.engine.params import (
     resolve_length,
     resolve_params,
 )
-from mii.engine.stopping import split_special_stops
+from mii.engine.stopping import special_stop_ids
 from mii.errors import ContextLengthExceeded, InvalidArgument
 from mii.models.tokenizer import TokenizerLike
 
@@ -87,7 +87,6 @@ class PromptProcessor:
         *,
         request_id: str,
         defaults: Defaults = Defaults.MII,
-        strict: bool = False,
         resumed: Mapping[int, Sequence[int]] | None = None,
     ) -> list[GenerationRequest]:
         """Return one request for each of the `n` answers.
@@ -96,8 +95,8 @@ class PromptProcessor:
             prompt: text, token ids, or a conversation.
             checked_params: what `check_params` returned.
             request_id: for logs.
-            defaults: what stands in for parameters left out.
-            strict: refuse a max_new_tokens that the context cannot hold.
+            defaults: what stands in for parameters left out. With those of the model, a
+                max_new_tokens that the context cannot hold is refused.
             resumed: the answers, by choice, that another engine has begun and that are to be gone
                 on with, and their tokens so far; None: all `n`, from the beginning.
 
@@ -109,12 +108,14 @@ class PromptProcessor:
         ids = self.tokenize(prompt)
         if not ids:
             raise InvalidArgument("the prompt is empty: send at least one token", "prompt")
+        strict = defaults is Defaults.MODEL
         room = resolve_length(params, len(ids), self.limits.max_length, strict=strict)
         self._check_ids(ids, "prompt")  # after their number: there may be millions
-        stop_strings, special_ids = params.stop, frozenset[int]()
+        stop_ids = frozenset(params.stop_token_ids)
         if params.stop:
-            stop_strings, special_ids = split_special_stops(params.stop, self.tokenizer)
-        eos = frozenset[int]() if params.ignore_eos else self.limits.eos_ids
+            stop_ids |= special_stop_ids(params.stop, self.tokenizer)
+        if not params.ignore_eos:
+            stop_ids |= self.limits.eos_ids
         request = GenerationRequest(
             request_id=request_id,
             prompt_ids=tuple(ids),
@@ -122,8 +123,8 @@ class PromptProcessor:
             seed=params.seed if params.seed is not None else secrets.randbits(63),
             choice_index=0,
             max_new_tokens=room,
-            stop_ids=eos | special_ids | frozenset(params.stop_token_ids),
-            stop_strings=stop_strings,
+            stop_ids=stop_ids,
+            stop_strings=params.stop,
             prefix_text=self._prompt_text(prompt, ids) if params.return_full_text else "",
         )
         if resumed is None:

@@ -13,23 +13,21 @@ from typing import Protocol
 
 
 class SpecialTokens(Protocol):
-    """What `split_special_stops` asks of a tokenizer."""
+    """What `special_stop_ids` asks of a tokenizer."""
 
     def special_token_id(self, text: str, /) -> int | None:
         """Return the id of the special token that is written so, or None."""
         ...
 
 
-def split_special_stops(
-    stops: Sequence[str], tokenizer: SpecialTokens
-) -> tuple[tuple[str, ...], frozenset[int]]:
-    """Return the stop strings, and the ids of those that are special tokens.
+def special_stop_ids(stops: Sequence[str], tokenizer: SpecialTokens) -> frozenset[int]:
+    """Return the ids of those stop strings that are special tokens.
 
-    Special tokens never show in the text, so only their ids can be seen. They stay among the
-    strings, too: a model may write the same characters with ordinary tokens.
+    Special tokens never show in the text, so only their ids can be seen. As strings they count all
+    the same: a model may write the same characters with ordinary tokens.
     """
     ids = (tokenizer.special_token_id(stop) for stop in stops)
-    return tuple(stops), frozenset(token for token in ids if token is not None)
+    return frozenset(token for token in ids if token is not None)
 
 
 class StopMatcher:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mii.engine.stopping import StopMatcher, split_special_stops
+from mii.engine.stopping import StopMatcher, special_stop_ids
 
 
 def by_searching_the_whole(text: str, stops: list[str]) -> tuple[str, str | None]:
@@ -132,5 +132,5 @@ class Specials:
 
 def test_stop_strings_that_are_special_tokens_give_their_ids_too() -> None:
     stops = ("<|im_end|>", "\n", "</s>", "<|im_end|>\n")
-    assert split_special_stops(stops, Specials()) == (stops, frozenset({2, 0}))
-    assert split_special_stops((), Specials()) == ((), frozenset())
+    assert special_stop_ids(stops, Specials()) == frozenset({2, 0})
+    assert special_stop_ids((), Specials()) == frozenset()
