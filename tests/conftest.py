@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import signal
 import subprocess
 import sys
 import zipfile
@@ -14,6 +15,9 @@ from mii.models.builtin import fetch_builtin
 from mii.models.checkpoint import default_cache
 from mii.models.gguf import convert_gguf
 from mii.models.progress import silent
+
+# A shell's background jobs ignore Ctrl-C, and so would the commands that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

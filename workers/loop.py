@@ -166,6 +166,7 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._inbox: list[_Add | _Abort] = []
         self._stopping = False
+        self._fatal: BaseException | None = None  # why `run` is to end
         # Of the engine's thread.
         self._owners: dict[int, tuple[EngineCall, int]] = {}  # by handle
         self._request_ids: dict[int, str] = {}  # by handle
@@ -207,6 +208,13 @@ class EngineLoop:
         for call in self._calls:
             call.fail(_again(error))
 
+    def give_up(self, error: BaseException) -> None:
+        """End all calls as unavailable, and let `run` raise the error: this process is unwell."""
+        self.fail_calls(Unavailable(f"this worker cannot go on: {error}"))
+        with self._wake:
+            self._fatal = error
+            self._wake.notify()
+
     def _post(self, command: _Add | _Abort) -> None:
         with self._wake:
             self._inbox.append(command)
@@ -246,11 +254,13 @@ class EngineLoop:
     def _take_commands(self) -> bool:
         """Do what was asked meanwhile, asleep until there is something to do; False: stop."""
         with self._wake:
-            while not (self._inbox or self._stopping or self._generator.has_work):
+            while not (self._inbox or self._stopping or self._fatal or self._generator.has_work):
                 if self._pulse is not None:
                     self._pulse.rest()
                     self._shown = []
                 self._wake.wait()
+            if self._fatal is not None:
+                raise self._fatal
             if self._stopping:
                 return False
             commands, self._inbox = self._inbox, []
@@ -270,6 +280,8 @@ class EngineLoop:
         for index, request in enumerate(command.requests):
             try:
                 handle = self._generator.add(request)
+            except MemoryError:
+                raise
             except Exception as error:
                 self._abort(command.call)
                 return known_error(error, request.request_id)

@@ -45,8 +45,11 @@ class Ending:
             action = self._action
         if action is None:  # still loading: there is nothing to end in an orderly way
             os._exit(0)
-        self.arm()
-        action()
+        try:
+            self.arm()
+            action()
+        except (RuntimeError, MemoryError):  # no memory, not even for a thread
+            os._exit(1)
 
     def arm(self) -> None:
         """End the process in a while, whatever it is doing then."""

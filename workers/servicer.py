@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, TypeVar
@@ -18,7 +19,7 @@ from mii.engine.params import check_params
 from mii.engine.plan import TokenLogprobs as EngineLogprobs
 from mii.engine.prompts import ChatPrompt, GenerationRequest, PromptProcessor
 from mii.engine.prompts import Prompt as EnginePrompt
-from mii.errors import InvalidArgument
+from mii.errors import InvalidArgument, MIIError, Unavailable
 from mii.messages import (
     ACCEPTED_KEY,
     check_model,
@@ -89,7 +90,7 @@ class Servicer(InferenceServicer):
     # A coroutine that writes, not a generator: a cancelled one is cleaned up at once.
     async def Generate(self, request: GenerateRequest, context: Context) -> None:  # type: ignore[override]
         request_id = request.request_id or new_request_id()
-        async with errors_as_status(context, request_id):
+        async with errors_as_status(context, request_id), self._unwell_without_memory():
             sequences = await self._aside(lambda: self._prepare(request, request_id))
             requests = [sequence.request for sequence in sequences]
             least = 1 if request.stream else _UNSTREAMED_TOKENS
@@ -98,6 +99,17 @@ class Servicer(InferenceServicer):
                 async for pieces in call:
                     deltas = [self._delta(sequences[piece.index], piece) for piece in pieces]
                     await context.write(GenerateResponse(deltas=deltas))
+
+    @asynccontextmanager
+    async def _unwell_without_memory(self) -> AsyncIterator[None]:
+        """Have the process end when memory runs out: another worker can answer, this one cannot."""
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, MIIError) or not _is_lack_of_memory(error):
+                raise
+            self._engine.give_up(error)
+            raise Unavailable("this worker has run out of memory") from None
 
     async def Tokenize(self, request: TokenizeRequest, context: Context) -> TokenizeResponse:
         async with errors_as_status(context, new_request_id()):
@@ -188,6 +200,11 @@ class Servicer(InferenceServicer):
     def _token_bytes(self, token: int) -> bytes:
         tokenizer = self._prompts.optional_tokenizer
         return tokenizer.token_bytes(token) if tokenizer is not None else b""
+
+
+def _is_lack_of_memory(error: BaseException) -> bool:
+    """Whether an error says that the system gives no more memory; a thread needs some, too."""
+    return isinstance(error, MemoryError) or "start new thread" in str(error)
 
 
 def _resumed(request: GenerateRequest) -> dict[int, Sequence[int]] | None:

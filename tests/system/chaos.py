@@ -210,15 +210,21 @@ class Chaos:
 
     def _kill(self, until: float, pauses: tuple[float, float]) -> None:
         rng = random.Random(1)
-        down: dict[int, tuple[int, float]] = {}  # replica: pid of the victim, when
+        down: dict[int, tuple[int, str, float]] = {}  # replica: pid of the victim, way, when
         next_death = time.monotonic() + rng.uniform(*pauses)
         while time.monotonic() < until or down:
             time.sleep(0.05)
             workers = self._workers()
-            for replica, (pid, since) in list(down.items()):
+            for replica, (pid, way, since) in list(down.items()):
                 if workers[replica].state == "ready" and workers[replica].pid != pid:
                     self.report.recoveries.append(time.monotonic() - since)
                     del down[replica]
+                elif (
+                    time.monotonic() - since > 10
+                    and way == "no memory"
+                    and (workers[replica].state == "ready")
+                ):
+                    del down[replica]  # it has not asked for any
                 elif time.monotonic() - since > HUNG_SECONDS:
                     self.report.faults.append(f"replica {replica} did not come back")
                     del down[replica]
@@ -227,7 +233,7 @@ class Chaos:
                 victim, way = rng.choice(up), rng.choice(list(WAYS_TO_DIE))
                 WAYS_TO_DIE[way](victim.pid)
                 self.report.kills[way] += 1
-                down[victim.replica] = victim.pid, time.monotonic()
+                down[victim.replica] = victim.pid, way, time.monotonic()
                 next_death = time.monotonic() + rng.uniform(*pauses)
 
     def _workers(self) -> dict[int, ProcessRecord]:

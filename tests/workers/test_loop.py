@@ -140,6 +140,26 @@ async def test_whole_answers_wake_nobody_before_they_have_ended() -> None:
     assert not call.running
 
 
+def test_a_worker_without_memory_ends_so_that_another_one_can_answer(
+    start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = start_worker(gated=True)
+    running = worker.stub.Generate(asked("abc", 2))
+    worker.until_step(1)
+
+    def prepare(*arguments: object, **options: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(worker.prompts, "prepare", prepare)
+    for call in (worker.stub.Generate(asked("def", 2)), running):
+        with pytest.raises(grpc.RpcError):
+            list(call)
+        assert call.code() is grpc.StatusCode.UNAVAILABLE
+    worker.model.open.set()
+    worker.engine_thread.join(10)
+    assert "start new thread" in str(worker.error)
+
+
 async def test_what_came_before_an_error_is_not_lost() -> None:
     call = EngineCall(1, least=1)
     call.deliver(0, delta("a", 1))
