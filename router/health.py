@@ -1,5 +1,7 @@
 """grpc.health.v1 on the router: every service is SERVING while a replica can answer.
 
+So is "readiness"; "liveness" is SERVING while the router runs.
+
 Unlike the servicer of grpcio-health-checking, a watcher that does not read holds up nobody.
 """
 
@@ -13,6 +15,8 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthServicer
 
+_LIVENESS, _READINESS = "liveness", "readiness"
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -20,7 +24,7 @@ class Health(HealthServicer):  # type: ignore[misc]  # generated without types
     """Answers for the whole server ("") and for each of its services by full name."""
 
     def __init__(self, services: Collection[str], serving: Callable[[], bool]) -> None:
-        self._services = frozenset(("", *services))
+        self._services = frozenset(("", _LIVENESS, _READINESS, *services))
         self._serving = serving
         self._change = asyncio.Event()
 
@@ -47,6 +51,6 @@ class Health(HealthServicer):  # type: ignore[misc]  # generated without types
     def _answer(self, service: str) -> HealthCheckResponse:
         if service not in self._services:
             return HealthCheckResponse(status=HealthCheckResponse.SERVICE_UNKNOWN)
-        if self._serving():
+        if service == _LIVENESS or self._serving():
             return HealthCheckResponse(status=HealthCheckResponse.SERVING)
         return HealthCheckResponse(status=HealthCheckResponse.NOT_SERVING)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from mii import control
-from mii.errors import Unavailable
+from mii.errors import DeadlineExceeded, ServiceError, Unavailable
 from mii.proto.inference_pb2 import Prompt
 from mii.router.balancer import Choice, Policy, ReplicaLoad, stick_to_session
 from mii.router.transport import WorkerTransport
@@ -156,7 +156,10 @@ class Replicas:
         """
         patience = asyncio.get_running_loop().time() + self._patience
         while self._returning and not self.serving:
-            await self._next_change(min(patience, deadline or patience))
+            if deadline is not None and deadline <= patience:
+                await self._next_change(deadline, DeadlineExceeded)
+            else:
+                await self._next_change(patience, Unavailable)
         loads = [
             ReplicaLoad(
                 replica.number,
@@ -175,12 +178,12 @@ class Replicas:
         """Whether a replica that could answer is to do so again."""
         return any(info.returning or info.ready for info in self._told)
 
-    async def _next_change(self, until: float) -> None:
+    async def _next_change(self, until: float, kind: type[ServiceError]) -> None:
         try:
             async with asyncio.timeout_at(until):
                 await self._change.wait()
         except TimeoutError:
-            raise Unavailable(f"{self._why_none()}; none has come back in time") from None
+            raise kind(f"{self._why_none()}; none has come back in time") from None
 
     def _on_change(self) -> None:
         self._change.set()

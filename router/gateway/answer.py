@@ -13,7 +13,7 @@ from mii.router.gateway.body import json_response
 from mii.router.gateway.events import event_stream
 from mii.router.gateway.fields import Asked
 from mii.router.relay import Generation, Relay
-from mii.router.routing_headers import SESSION_KEY, explanation, session_of
+from mii.router.routing_headers import SESSION_KEY, explanation, session_of, timeout_of
 
 
 class Shape(Protocol):
@@ -123,7 +123,8 @@ async def respond(
     """Answer a request. Every error that can be known before the first byte comes as a status."""
     answer = Answer(asked, shape, relay.model_name)
     session = session_of(web_request.headers.get(SESSION_KEY, ""))
-    async with relay.generate(asked.request, session=session) as generation:
+    timeout = timeout_of(web_request.headers)
+    async with relay.generate(asked.request, timeout, session) as generation:
         if not asked.request.stream:
             whole = await answer.whole(generation)
             told = explanation(web_request.headers, generation.routes)

@@ -16,7 +16,7 @@ from mii.router.gateway.completions import prompts_of
 from mii.router.gateway.events import EventStream, event_stream
 from mii.router.gateway.fields import flag, text
 from mii.router.relay import Generation, Relay
-from mii.router.routing_headers import SESSION_KEY, explanation, session_of
+from mii.router.routing_headers import SESSION_KEY, explanation, session_of, timeout_of
 
 
 class NativeRoutes:
@@ -30,7 +30,8 @@ class NativeRoutes:
         """POST /generate"""
         request = _request_of(await read_object(web_request), web_request["request_id"])
         session = session_of(web_request.headers.get(SESSION_KEY, ""))
-        async with self._relay.generate(request, session=session) as generation:
+        timeout = timeout_of(web_request.headers)
+        async with self._relay.generate(request, timeout, session) as generation:
             if not request.stream:
                 whole = await _whole(generation)
                 told = explanation(web_request.headers, generation.routes)

@@ -251,3 +251,28 @@ def test_where_a_request_went_is_told_when_asked(
     assert told in ("replica 0 (session)", "replica 1 (session)")
     headers["X-Session-Id"] = "s" * 1000
     assert call(router, "POST", path, json.dumps(body).encode(), headers).status == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [GENERATE, COMPLETIONS])
+def test_a_request_ends_at_its_timeout_and_is_cancelled_at_the_worker(
+    router: RouterProcess,
+    workers: list[FakeWorker],
+    worker_thread: WorkerThread,
+    path: str,
+    stream: bool,
+) -> None:
+    prompt = {"prompts": ["a <hold>"]} if path == GENERATE else {"prompt": "a <hold>"}
+    body = json.dumps({"stream": stream, **prompt}).encode()
+    headers = {"Content-Type": "application/json", "X-Request-Timeout": "0.2"}
+    answer = call(router, "POST", path, body, headers)
+    if stream:
+        assert answer.status == 200 and answer.events[-1]["error"]["code"] == "deadline_exceeded"
+    else:
+        assert answer.status == 504 and answer.error["code"] == "deadline_exceeded"
+    (worker,) = [each for each in workers if each.requests]
+    worker_thread.until(worker, lambda w: w.running == 0)
+    for wrong in ("soon", "0", "-1", "nan"):
+        assert (
+            call(router, "POST", path, body, {**headers, "X-Request-Timeout": wrong}).status == 400
+        )

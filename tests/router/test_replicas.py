@@ -64,6 +64,12 @@ def test_every_service_is_serving_once_a_replica_is_ready(
     router.wait_for(NOT_SERVING, service)
 
 
+def test_liveness_and_readiness_are_two_things(start_router: StartRouter) -> None:
+    router = start_router(enable_rest=False)
+    router.wait_for(SERVING, "liveness")
+    router.wait_for(NOT_SERVING, "readiness")
+
+
 def test_an_unknown_service_is_not_found(router: RouterProcess) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         router.health.Check(HealthCheckRequest(service="mii.v1.Nothing"), timeout=10)
