@@ -256,7 +256,7 @@ class Supervisor:
                 each.number,
                 each.address,
                 ready=each.is_ready,
-                returning=self._announced and not each.is_ready and not each.given_up,
+                returning=each.served and not each.is_ready and not each.given_up,
                 dead=each.given_up,
                 words=each.words,
                 busy_with=self._busy_with.get(each.children[0], ""),

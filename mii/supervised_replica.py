@@ -43,6 +43,7 @@ class SupervisedReplica:
     children: list[Child] = field(default_factory=list, init=False)  # by rank
     ready: dict[int, Ready] = field(default_factory=dict, init=False)  # by rank
     ended: set[int] = field(default_factory=set, init=False)  # ranks
+    served: bool = field(default=False, init=False)  # it has been ready
     words: str = field(default="", init=False)  # why it died last
     restart_at: float | None = field(default=None, init=False)  # time.monotonic()
     given_up: bool = field(default=False, init=False)
@@ -67,6 +68,7 @@ class SupervisedReplica:
         child = self.children[rank]
         self._watched[rank] = _Watched(processor=processor_seconds(child.process.pid))
         if self.is_ready:
+            self.served = True
             self._ready_since = time.monotonic()
 
     @property
