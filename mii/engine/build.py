@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,8 @@ from mii.engine.ragged import RaggedBatchWrapper
 from mii.engine.runner import CausalModel, ModelRunner
 from mii.engine.sampler import Sampler
 from mii.engine.state_manager import DSStateManager
-from mii.errors import InvalidArgument, ModelError
-from mii.models.checkpoint import read_eos_token_ids
+from mii.errors import InvalidArgument
+from mii.models.checkpoint import read_eos_token_ids, read_generation_config
 from mii.models.loader import load_decoder
 from mii.models.progress import Progress, silent
 from mii.models.tokenizer import load_tokenizer
@@ -133,7 +132,7 @@ def build_generator(
         vocab_size=engine.model().vocab_size,
         max_length=min(state.max_length, capacity),
         eos_ids=tokenizer.eos_token_ids if tokenizer else read_eos_token_ids(model_folder),
-        generation_defaults=model_defaults(_generation_config(model_folder)),
+        generation_defaults=model_defaults(read_generation_config(model_folder)),
     )
     return Generator(engine, PromptProcessor(tokenizer, limits), config.max_tracked_sequences)
 
@@ -205,14 +204,3 @@ def _ragged(config: EngineConfig, sizes: _Sizes) -> RaggedBatchWrapper:
     return RaggedBatchWrapper(
         config.max_tracked_sequences, sizes.max_length, sizes.block_size, device
     )
-
-
-def _generation_config(folder: Path) -> dict[str, object]:
-    path = folder / "generation_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from error
-    return content if isinstance(content, dict) else {}

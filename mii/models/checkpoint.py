@@ -7,7 +7,6 @@ said at once.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +91,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json_object(folder / "config.json")
 
 
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """Return generation_config.json; empty if there is none.
+
+    Raises:
+        ModelError: if it is no JSON object.
+    """
+    path = folder / "generation_config.json"
+    return read_json_object(path) if path.is_file() else {}
+
+
 def read_eos_token_ids(folder: Path) -> frozenset[int]:
     """Return the ids that end an answer, by generation_config.json and config.json together.
 
@@ -111,14 +120,12 @@ def inspect(
     folder: Path,
     *,
     tokenizer: Path | None = None,
-    supported: Collection[str] = SUPPORTED_MODEL_TYPES,
 ) -> dict[str, Any]:
     """Judge a model's folder by its names, sizes and headers; return its config.json.
 
     Args:
         folder: holds the model.
         tokenizer: the folder of the tokenizer; None: none is needed.
-        supported: the model types that there is code for.
 
     Raises:
         ModelError: naming the file that is missing or damaged.
@@ -126,10 +133,10 @@ def inspect(
     """
     config = read_config(folder)
     path = folder / "config.json"
-    if config.get("model_type") not in supported:
+    if config.get("model_type") not in SUPPORTED_MODEL_TYPES:
         raise UnsupportedModel(
             f"{path} has model_type {shorten(config.get('model_type'))}, which is not supported; "
-            f"these are: {', '.join(sorted(supported))}"
+            f"these are: {', '.join(sorted(SUPPORTED_MODEL_TYPES))}"
         )
     quantisation = config.get("quantization_config")
     if quantisation is not None:

@@ -7,6 +7,7 @@ vocabulary and trusts what it reads; the tensors are dequantised by the gguf pac
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from dataclasses import dataclass
@@ -190,7 +191,7 @@ class GGUFFile:
                 f"blocks of {block_items}"
             )
         row_bytes = row // block_items * block_bytes
-        rows = _product(info.shape[:-1])
+        rows = math.prod(info.shape[:-1])
         if info.offset + rows * row_bytes > len(self._data):
             raise ModelError(
                 f"{self.path} is cut off: tensor {name} ends at byte "
@@ -205,10 +206,3 @@ class GGUFFile:
                 f"{self.path}: tensor {name} has the type {kind.name}, which cannot be dequantised"
             ) from None
         return np.asarray(values, np.float32).reshape(info.shape)
-
-
-def _product(numbers: tuple[int, ...]) -> int:
-    result = 1
-    for number in numbers:
-        result *= number
-    return result
