@@ -33,11 +33,6 @@ class WeightIndex:
     files: tuple[Path, ...]
     file_of: Mapping[str, Path]  # tensors by name, where an index says so; else empty
 
-    @property
-    def bytes_total(self) -> int:
-        """Size of the files."""
-        return sum(path.stat().st_size for path in self.files)
-
 
 def find_weights(folder: Path) -> WeightIndex:
     """Return the files that hold the weights of a folder, as transformers chooses them.

@@ -30,7 +30,6 @@ class WeightFiles:
 
     def __init__(self, folder: Path) -> None:
         index = find_weights(folder)
-        self.bytes_total = index.bytes_total  # size of the files
         self._folder = folder
         self._opened: dict[Path, _TensorFile] = {}
         self._file_of = dict(index.file_of)
@@ -44,14 +43,6 @@ class WeightFiles:
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape without reading it.
-
-        Raises:
-            ModelError: as `tensor`.
-        """
-        return self._open(self._path_of(name)).shape(name)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor as it is stored, on the CPU. It is not to be written to.
@@ -78,8 +69,6 @@ class _TensorFile(Protocol):
 
     def names(self) -> list[str]: ...
 
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
     def tensor(self, name: str) -> torch.Tensor: ...
 
 
@@ -93,12 +82,6 @@ class _SafetensorsFile:
 
     def names(self) -> list[str]:
         return list(self._file.keys())
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        try:
-            return tuple(self._file.get_slice(name).get_shape())
-        except SafetensorError as error:
-            raise ModelError(f"{self._path} does not hold the tensor {name}: {error}") from error
 
     def tensor(self, name: str) -> torch.Tensor:
         try:
@@ -130,9 +113,6 @@ class _PickleFile:
 
     def names(self) -> list[str]:
         return [name for name in self._tensors if isinstance(name, str)]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensor(name).shape)
 
     def tensor(self, name: str) -> torch.Tensor:
         tensor = self._tensors.get(name)
