@@ -26,11 +26,6 @@ class TokenizerLike(Protocol):
     """What the engine asks of a tokenizer."""
 
     @property
-    def vocab_size(self) -> int:
-        """Ids that have a token are below it."""
-        ...
-
-    @property
     def eos_token_ids(self) -> frozenset[int]:
         """Every id that ends an answer."""
         ...
@@ -257,17 +252,15 @@ def load_tokenizer(
 
     Args:
         folder: holds the tokenizer's files.
-        chat_template: a template, or the path of a file that holds one, in place of the model's.
+        chat_template: a Jinja template in place of the model's.
         model_folder: where the ids that end an answer are read, if it is another one.
         trust_remote_code: run a tokenizer's own code from its folder.
 
     Raises:
         ModelError: if there is no tokenizer, or it cannot be read.
-        InvalidArgument: if chat_template is neither a file nor a template.
     """
     from transformers import AutoTokenizer
 
-    template = read_template(chat_template) if chat_template is not None else None
     ends = read_eos_token_ids(model_folder or folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -276,23 +269,8 @@ def load_tokenizer(
     except Exception as error:  # transformers raises many kinds
         said = " ".join(str(error).split())[:600] or type(error).__name__
         raise ModelError(f"no tokenizer can be loaded from {folder}: {said}") from error
-    if template is not None:
-        tokenizer.chat_template = template
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
     if isinstance(tokenizer.eos_token_id, int):
         ends |= {tokenizer.eos_token_id}
     return Tokenizer(tokenizer, ends)
-
-
-def read_template(value: str) -> str:
-    """Return the chat template that the option `chat_template` means.
-
-    Raises:
-        InvalidArgument: if it is neither a template nor a file that holds one.
-    """
-    if "{{" in value or "{%" in value:
-        return value
-    try:
-        return Path(value).expanduser().read_text("utf-8")
-    except (OSError, ValueError, RuntimeError) as error:
-        allowed = f"a Jinja template or the path of a file that holds one ({error})"
-        raise InvalidArgument.of("chat_template", value, allowed) from error
