@@ -41,7 +41,6 @@ from mii.parallel.rank import Rank
 
 VOCAB = 128256
 LLAMA_8B = DecoderSpec(
-    family="llama",
     vocab_size=VOCAB,
     hidden_size=4096,
     intermediate_size=14336,

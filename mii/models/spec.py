@@ -45,7 +45,6 @@ class LayerSpec:
 class DecoderSpec:
     """A decoder-only transformer. Sizes are of the whole model, before tensor parallelism."""
 
-    family: str  # transformers' model_type, for messages only
     vocab_size: int
     hidden_size: int
     intermediate_size: int

@@ -16,7 +16,6 @@ def gemma3_spec(config: Any) -> DecoderSpec:
     kinds = ("full_attention", "sliding_attention")
     rotaries = [rotary_spec(config, config.rope_parameters[k], config.head_dim) for k in kinds]
     return DecoderSpec(
-        family=config.model_type,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,

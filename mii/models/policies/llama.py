@@ -12,7 +12,6 @@ def llama_spec(config: Any) -> DecoderSpec:
     """Read a LlamaConfig; other families change what differs."""
     head_dim = head_dim_of(config)
     return DecoderSpec(
-        family=config.model_type,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
