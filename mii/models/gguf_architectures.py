@@ -104,7 +104,8 @@ def tensor_targets(file: GGUFFile, architecture: Architecture) -> dict[str, str]
             f"a {architecture.model_type} model has"
         )
     targets = {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in _TOP.items()}
-    for layer in range(hyperparameter(file, "block_count", int)):
+    # No more layers than there are tensors: a damaged count may be in the billions.
+    for layer in range(min(hyperparameter(file, "block_count", int), len(file.tensors))):
         for ours, theirs in architecture.layer_names.items():
             targets[f"blk.{layer}.{ours}.weight"] = f"model.layers.{layer}.{theirs}.weight"
             if ours in biased:

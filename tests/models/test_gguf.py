@@ -429,6 +429,7 @@ def test_what_there_is_no_code_for_is_refused_by_name(
     ("metadata", "problem"),
     [
         ({"block_count": 3}, "the tensor blk.2.attn_norm.weight is missing"),
+        ({"block_count": 2**31 - 1}, "the tensor blk.2.attn_norm.weight is missing"),
         ({"context_length": None}, "llama.context_length is missing"),
         ({"embedding_length": "64"}, "llama.embedding_length is '64'"),
         ({"attention.head_count": 0}, "0 attention heads"),
