@@ -58,6 +58,8 @@ class DeploymentConfig:
     startup_timeout: float = 600.0  # seconds without progress until a start counts as failed
     routing_policy: str = "round_robin"
     replica_weights: tuple[float, ...] = ()  # by replica, how much of the work each gets; else 1
+    max_requests: int = 2048  # that the router answers at one time
+    max_queued_tokens: int = 4_000_000  # of their prompts and answers still to be computed
     max_restarts: int = 5  # in a row, of a replica that keeps dying; 0: none is started again
     cache_path: str = ""  # folder of models, registry and logs
     devices: tuple[str, ...] = ()  # GPUs as CUDA_VISIBLE_DEVICES names them; replicas share them

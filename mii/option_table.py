@@ -248,6 +248,18 @@ OPTIONS: tuple[Option, ...] = (
         default="all the same",
     ),
     _deployment(
+        "max_requests",
+        Integer(1),
+        "requests that are answered at one time; more are refused with a time to try again",
+        default="2048",
+    ),
+    _deployment(
+        "max_queued_tokens",
+        Integer(1),
+        "tokens of their prompts and answers still to be computed, estimated; beyond: refused",
+        default="4000000",
+    ),
+    _deployment(
         "max_restarts",
         Integer(0, 1000),
         "times in a row that a replica which dies is started again; 0: never",

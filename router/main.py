@@ -73,7 +73,11 @@ class Router:
             lambda: self._health.changed(),
             weights=config.replica_weights,
         )
-        relay = Relay(self._replicas, config.engine.model_name, RequestLimit())
+        relay = Relay(
+            self._replicas,
+            config.engine.model_name,
+            RequestLimit(config.max_requests, config.max_queued_tokens),
+        )
         self._health = Health(_SERVICES, lambda: relay.serving)
         self._servicer = Servicer(relay)
         self._legacy = LegacyServicer(relay, terminate)

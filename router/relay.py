@@ -28,7 +28,7 @@ from mii.proto.inference_pb2 import (
 )
 from mii.router.balancer import Choice
 from mii.router.limits import MAX_PROMPTS_IN_FLIGHT, RequestLimit
-from mii.router.replicas import Replica, Replicas
+from mii.router.replicas import Answering, Replica, Replicas
 from mii.router.requests import split
 from mii.router.submission import ChoiceState, Submission
 from mii.router.transport import WorkerTransport
@@ -175,15 +175,19 @@ class Relay:
         check_request(request, self.model_name)
         deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
         choices = request.sampling.n if request.sampling.HasField("n") else 1
-        with self._limit.admit():
-            singles = split(request, request.request_id or new_request_id())
-            submissions = [
-                Submission(single, index, [ChoiceState() for _ in range(choices)])
-                for index, single in enumerate(singles)
-            ]
+        singles = split(request, request.request_id or new_request_id())
+        submissions = [
+            Submission(single, index, [ChoiceState() for _ in range(choices)])
+            for index, single in enumerate(singles)
+        ]
+        with self._limit.admit(sum(each.remaining_tokens() for each in submissions)) as admitted:
+
+            def progressed(tokens: float) -> None:
+                self._limit.progress(admitted, admitted.tokens - tokens)
+
             generation = Generation(
                 submissions,
-                lambda submission, to: self._deliver(submission, to, deadline),
+                lambda submission, to: self._deliver(submission, to, deadline, progressed),
                 session,
             )
             try:
@@ -216,16 +220,25 @@ class Relay:
                 self._replicas.mark_down(replica, str(error))
 
     async def _deliver(
-        self, submission: Submission, to: Generation, deadline: float | None
+        self,
+        submission: Submission,
+        to: Generation,
+        deadline: float | None,
+        progressed: Callable[[float], None],
     ) -> None:
         while not submission.finished:
             replica, choice = await self._replicas.pick(
                 submission.request.prompts[0], to.session, deadline
             )
             to.routes.append(choice)
-            with replica.answering(submission.remaining_tokens) as progressed:
+            with replica.answering(submission.remaining_tokens()) as answering:
+
+                def computed(tokens: float, answering: Answering = answering) -> None:
+                    answering.computed(tokens)
+                    progressed(tokens)
+
                 try:
-                    await self._converse(replica, submission, to, deadline, progressed)
+                    await self._converse(replica, submission, to, deadline, computed)
                 except Unavailable as error:
                     self._replicas.mark_down(replica, str(error))
                     blamed = submission.is_suspect(error) and await self._replicas.was_computing(
@@ -242,7 +255,7 @@ class Relay:
         submission: Submission,
         to: Generation,
         deadline: float | None,
-        progressed: Callable[[], None],
+        computed: Callable[[float], None],
     ) -> None:
         now = asyncio.get_running_loop().time()
         timeout = None if deadline is None else max(0.0, deadline - now)
@@ -251,9 +264,11 @@ class Relay:
             await call.accepted()
             if submission.accept():
                 to.accept()
+            remaining = submission.remaining_tokens()
             async for response in call:
                 news = submission.record(response)
-                progressed()
+                before, remaining = remaining, submission.remaining_tokens()
+                computed(before - remaining)
                 if news.deltas:
                     await to.put(news)
         finally:

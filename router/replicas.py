@@ -39,30 +39,33 @@ class Replica:
     probe: asyncio.Task[None] | None = field(default=None, repr=False)
 
     @contextmanager
-    def answering(self, remaining_tokens: Callable[[], float]) -> Iterator[Callable[[], None]]:
+    def answering(self, tokens: float) -> Iterator[Answering]:
         """Count one prompt for as long as the block runs.
 
         Args:
-            remaining_tokens: estimates what is still to be computed of it.
-
-        Yields:
-            What to call when that has changed.
+            tokens: of it and of what is still to come of its answers, estimated.
         """
-        counted = 0.0
-
-        def update(left: float | None = None) -> None:
-            nonlocal counted
-            new = remaining_tokens() if left is None else left
-            self.tokens += new - counted
-            counted = new
-
+        answering = Answering(self, tokens)
         self.outstanding += 1
-        update()
+        self.tokens += tokens
         try:
-            yield update
+            yield answering
         finally:
             self.outstanding -= 1
-            update(0.0)
+            self.tokens -= answering.tokens
+
+
+@dataclass
+class Answering:
+    """One prompt that a replica is answering."""
+
+    replica: Replica
+    tokens: float  # still to be computed of it, estimated
+
+    def computed(self, tokens: float) -> None:
+        """Note that so many of them have been computed."""
+        self.tokens -= tokens
+        self.replica.tokens -= tokens
 
 
 class Replicas:

@@ -77,7 +77,7 @@ def relay_of(scripts: list[Any], limit: int = 10) -> Relay:
 def relay_over(transport: Any, limit: int = 10) -> Relay:
     replicas = Replicas(lambda address: transport, RoundRobin(), lambda: None)
     replicas.update([control.Replica(0, "a:1", True), control.Replica(1, "b:1", True)])
-    return Relay(replicas, "m", RequestLimit(limit))
+    return Relay(replicas, "m", RequestLimit(limit, 10**6))
 
 
 def request_of(scripts: list[Any], **fields: Any) -> GenerateRequest:
