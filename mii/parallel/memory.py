@@ -11,7 +11,6 @@ import ctypes
 import mmap
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 
@@ -29,7 +28,7 @@ class _Timespec(ctypes.Structure):
 
 
 def supported() -> bool:
-    """Whether this system has unnamed semaphores that processes can share."""
+    """Whether this system has memory without a name, and semaphores for processes to share."""
     return sys.platform == "linux"
 
 
@@ -47,13 +46,9 @@ def create_shared_memory(size: int) -> int:
 
     The memory has no name: it is gone when the last process that inherited the descriptor is.
     """
-    folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    with tempfile.TemporaryFile(dir=folder) as file:
-        file.truncate(shared_memory_bytes(size))
-        semaphores = Semaphores(mmap.mmap(file.fileno(), shared_memory_bytes(size)), size)
-        semaphores.initialise()
-        descriptor = os.dup(file.fileno())
-    os.set_inheritable(descriptor, False)
+    descriptor = os.memfd_create("mii-ranks")  # not in /dev/shm, which containers keep small
+    os.ftruncate(descriptor, shared_memory_bytes(size))
+    Semaphores(map_shared_memory(descriptor, size), size).initialise()
     return descriptor
 
 
