@@ -42,7 +42,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
 from mii.config import DeploymentConfig
-from mii.errors import DeploymentError, InternalError, MIIError
+from mii.errors import ERRORS_BY_CODE, DeploymentError, InternalError, MIIError
 
 _PR_SET_PDEATHSIG = 1
 
@@ -163,7 +163,7 @@ class Failed:
 
     def to_error(self) -> MIIError:
         """Return the error again. What nobody foresaw is a DeploymentError here."""
-        kind = _error_kinds().get(self.kind, DeploymentError)
+        kind = ERRORS_BY_CODE.get(self.kind, DeploymentError)
         return (DeploymentError if kind is InternalError else kind)(self.message)
 
 
@@ -324,13 +324,3 @@ def _die_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:  # it died before the call
         exit_at_once()
-
-
-def _error_kinds() -> dict[str, type[MIIError]]:
-    kinds: dict[str, type[MIIError]] = {}
-    waiting: list[type[MIIError]] = [MIIError]
-    while waiting:
-        kind = waiting.pop()
-        kinds[kind.code] = kind
-        waiting.extend(kind.__subclasses__())
-    return kinds

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class MIIError(Exception):
@@ -148,6 +148,15 @@ class InternalError(ServiceError):
     """A fault of ours; the message says where the log is."""
 
     code = "internal_error"
+
+
+def _kinds(kind: type[MIIError]) -> Iterator[type[MIIError]]:
+    yield kind
+    for each in kind.__subclasses__():
+        yield from _kinds(each)
+
+
+ERRORS_BY_CODE = {kind.code: kind for kind in _kinds(MIIError)}
 
 
 class _ShortRepr(reprlib.Repr):

@@ -20,23 +20,19 @@ from urllib.parse import quote, unquote
 import grpc
 
 from mii.errors import (
+    ERRORS_BY_CODE,
     Cancelled,
-    ContextLengthExceeded,
     DeadlineExceeded,
     DeploymentError,
     DeploymentNotFoundError,
     InternalError,
     InvalidArgument,
-    Leaving,
     MIIError,
     ModelError,
     ModelNotFound,
     Overloaded,
-    PortInUse,
     ServiceError,
     Unavailable,
-    UnknownArgument,
-    UnsupportedModel,
 )
 
 ERROR_KEY: Final = "mii-error"
@@ -64,29 +60,7 @@ _CODES: dict[type[MIIError], grpc.StatusCode] = {
     MIIError: _Code.INTERNAL,
 }
 
-_BY_WORD: dict[str, type[MIIError]] = {
-    kind.code: kind
-    for kind in (
-        InvalidArgument,
-        UnknownArgument,
-        ModelNotFound,
-        ContextLengthExceeded,
-        ModelError,
-        UnsupportedModel,
-        DeploymentError,
-        PortInUse,
-        DeploymentNotFoundError,
-        ServiceError,
-        Unavailable,
-        Leaving,
-        Overloaded,
-        DeadlineExceeded,
-        Cancelled,
-        InternalError,
-    )
-}
-
-_BY_CODE: dict[grpc.StatusCode, type[MIIError]] = {
+_BY_STATUS: dict[grpc.StatusCode, type[MIIError]] = {
     _Code.INVALID_ARGUMENT: InvalidArgument,
     _Code.OUT_OF_RANGE: InvalidArgument,
     _Code.FAILED_PRECONDITION: ServiceError,
@@ -130,11 +104,11 @@ def error_of(
 ) -> MIIError:
     """Return the error that a status tells of."""
     values = {key: value for key, value in metadata if isinstance(value, str)}
-    kind = _BY_WORD.get(values.get(ERROR_KEY, ""))
+    kind = ERRORS_BY_CODE.get(values.get(ERROR_KEY, ""))
     if kind is None and code is _Code.RESOURCE_EXHAUSTED and "larger than max" in message:
         # C-core's words, the only sign by which it tells a large message from a full queue.
         return InvalidArgument(f"the message is too large: {message}")
-    kind = kind or _BY_CODE.get(code, InternalError)
+    kind = kind or _BY_STATUS.get(code, InternalError)
     message = message or f"the call ended with status {code.name}"
     if issubclass(kind, InvalidArgument):
         field = values.get(FIELD_KEY)
