@@ -38,7 +38,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
 from mii.config import DeploymentConfig
@@ -141,9 +141,7 @@ class Ready:
 
     event: ClassVar[str] = "ready"
     port: int  # that gRPC listens on
-    pid: int = field(default_factory=os.getpid)
     rest_port: int | None = None  # that the gateway listens on, if it does
-    details: dict[str, Any] = field(default_factory=dict)  # further facts, for `mii ps` and logs
 
 
 @dataclass(frozen=True)

@@ -298,8 +298,7 @@ class Supervisor:
         self._save()
         port = self._record.port
         assert port is not None
-        details = {"replicas": [each.ready[0].details for each in self.replicas]}
-        self._starter.send(Ready(port, rest_port=self._record.rest_port, details=details))
+        self._starter.send(Ready(port, self._record.rest_port))
         _logger.info("the deployment is ready")
 
     def _worker_ended(self, child: Child) -> None:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mii.config import DeploymentConfig
 from mii.control import ControlChannel, Detach, Failed, Message, Progress, Ready, Start, Stop
@@ -31,7 +30,6 @@ class RunningDeployment:
     config: DeploymentConfig
     port: int  # of the router's gRPC
     rest_port: int | None  # of its gateway, if there is one
-    details: dict[str, Any]  # what the workers said of themselves
     supervisor: subprocess.Popen[bytes]
     logs: Path
 
@@ -101,7 +99,6 @@ def start_deployment(
         config,
         attached.port,
         attached.rest_port,
-        attached.details,
         attached.supervisor,
         attached.logs,
     )
@@ -130,9 +127,7 @@ def start_attached(
         channel.close()
         _end(supervisor)
         raise
-    return AttachedDeployment(
-        config, ready.port, ready.rest_port, ready.details, supervisor, logs, channel
-    )
+    return AttachedDeployment(config, ready.port, ready.rest_port, supervisor, logs, channel)
 
 
 def stop_deployment(record: DeploymentRecord) -> None:

@@ -53,9 +53,9 @@ class ProcessRecord:
     replica: int
     rank: int
     pid: int
-    state: str  # starting, ready, dead
+    state: str  # starting, ready, leaving, restarting, dead
     port: int | None = None  # once it is ready
-    last_words: str = ""  # why it is dead
+    last_words: str = ""  # why it has died
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def main() -> None:
     if start.plan_fds:
         check_links(start)
     with listen(start.preferred_port) as server:
-        channel.send(Ready(server.getsockname()[1], details={"rank": start.rank}))
+        channel.send(Ready(server.getsockname()[1]))
         assert start.pulse_fd is not None
         pulse = Pulse(start.pulse_fd)
         while not stopped.wait(0.02) or behaviour == "stubborn":
