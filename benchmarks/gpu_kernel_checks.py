@@ -24,7 +24,7 @@ from mii.kernels.attention_prefill import (
 from mii.kernels.linear_triton import one_row_linear
 from mii.kernels.norm import rms_norm_reference
 from mii.kernels.norm_triton import rms_norm_cuda
-from mii.kernels.rotary import rotate_reference
+from mii.kernels.rotary import rotate
 from mii.kernels.rotary_triton import prepare_attention
 from mii.kernels.sampling import Draw, draw_tokens
 from mii.kernels.sampling_triton import SlotSampling, draw_tokens_cuda
@@ -168,8 +168,8 @@ def check_prepare(tokens: int, dtype: torch.dtype) -> float:
     angles = torch.randn(tokens, dim // 2, device="cuda")
     rotary = (angles.cos().to(dtype), angles.sin().to(dtype))
     query, key, value = qkv.clone().split((heads, kv_heads, kv_heads), dim=1)
-    query = rotate_reference(rms_norm_reference(query, gains[0], 1e-6), *rotary)
-    key = rotate_reference(rms_norm_reference(key, gains[1], 1e-6), *rotary)
+    query = rotate(rms_norm_reference(query, gains[0], 1e-6), *rotary)
+    key = rotate(rms_norm_reference(key, gains[1], 1e-6), *rotary)
     caches = poisoned(2, 8, kv_heads, page, dim, dtype=dtype)
     slots = torch.randperm(8 * page, device="cuda")[:tokens]
     norms = (gains[0], gains[1])

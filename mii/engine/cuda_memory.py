@@ -48,11 +48,11 @@ def with_measured_blocks(
 
 def _peak_of_largest_step(model: CausalModel, config: EngineConfig) -> int:
     """Run the step with the most tokens and the most logits; return the bytes it took at most."""
-    budget, sequences = config.max_ragged_batch_size, config.max_ragged_sequence_count
+    tokens, sequences = config.max_ragged_batch_size, config.max_ragged_sequence_count
     size, limit = config.block_size, min(config.max_length or model.max_length, model.max_length)
-    assert budget is not None and sequences is not None and size is not None
+    assert tokens is not None and sequences is not None and size is not None
     lengths = [1] * (sequences - 1)
-    left = budget - len(lengths)
+    left = tokens - len(lengths)
     while left > 0:
         lengths.append(min(left, limit))
         left -= lengths[-1]
@@ -71,7 +71,7 @@ def _peak_of_largest_step(model: CausalModel, config: EngineConfig) -> int:
         max_length=limit,
         num_blocks=blocks,
         block_size=size,
-        max_tokens=budget,
+        max_tokens=tokens,
         max_sequences=sequences,
         device=torch.device("cuda", torch.cuda.current_device()),
     )

@@ -9,7 +9,7 @@ from mii.kernels.activation import gated_activation_reference
 from mii.kernels.activation_triton import gated_activation_cuda
 from mii.kernels.norm import rms_norm_reference
 from mii.kernels.norm_triton import rms_norm_cuda
-from mii.kernels.rotary import rotate_reference
+from mii.kernels.rotary import rotate
 from mii.kernels.rotary_triton import prepare_attention
 from tests.kernels.cache import DEVICE, HALVES, TOLERANCE, error_of, poisoned
 
@@ -65,7 +65,7 @@ def test_prepare_attention(
         query = rms_norm_reference(query, weights[0], 1e-6, norm)
         key = rms_norm_reference(key, weights[1], 1e-6, norm)
     if rotary:
-        query, key = rotate_reference(query, *rotary), rotate_reference(key, *rotary)
+        query, key = rotate(query, *rotary), rotate(key, *rotary)
     caches = poisoned(2, 4, kv_heads, page, head_dim, dtype=dtype)
     slots = torch.tensor([17, 3, 63, 0, 30], device=DEVICE)
     norms = (weights[0], weights[1]) if norm is not None else None
