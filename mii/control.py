@@ -92,6 +92,7 @@ class Died:
     replica: int
     address: str
     computing: tuple[str, ...]  # ids of the requests of the step that it never came to the end of
+    by_itself: bool = True  # it failed; False: it was killed from outside
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ from mii.registry import (
     mark,
     without_replica,
 )
-from mii.supervised_replica import SupervisedReplica
+from mii.supervised_replica import CausesOfDeath, SupervisedReplica
 
 _STOP_SECONDS = 3.0  # that children have for an orderly end
 _LOOK_SECONDS = 0.5  # between two looks at what nobody sends a message about
@@ -126,6 +126,7 @@ class Supervisor:
         self._stopping = False
         self._busy_with: dict[Child, str] = {}  # children that are not ready
         self._progressed: dict[Child, float] = {}  # when they last said so; time.monotonic()
+        self._deaths = CausesOfDeath()
         self._next_look = time.monotonic()
 
     def run(self) -> int:
@@ -308,7 +309,8 @@ class Supervisor:
         self._progressed.pop(child, None)
         replica = self._replica_of(child)
         if not replica.ended and replica.ready:
-            died = Died(replica.number, replica.address, replica.computing())
+            by_itself = self._deaths.by_itself(child.process.returncode, child.killed)
+            died = Died(replica.number, replica.address, replica.computing(), by_itself)
             self._require_router().channel.send(died)
         replica.ended.add(child.start.rank)
         self._kill(replica.children)

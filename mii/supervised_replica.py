@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from dataclasses import dataclass, field
 from typing import Final
@@ -127,3 +128,36 @@ class SupervisedReplica:
     def computing(self) -> tuple[str, ...]:
         """Return the requests that its engine computes, or did when it died."""
         return self.children[0].pulse.computing() if self.children else ()
+
+
+class CausesOfDeath:
+    """Tells processes that failed from those that somebody has killed."""
+
+    _FROM_OUTSIDE = frozenset(
+        -number
+        for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    )
+
+    def __init__(self) -> None:
+        self._out_of_memory = _out_of_memory_kills()
+
+    def by_itself(self, status: int | None, killed: bool) -> bool:
+        """Return whether a process ended by a fault of its own: also if it took too much memory.
+
+        Args:
+            status: its exit status, negative: the signal.
+            killed: by us, because it had come to a standstill.
+        """
+        before, self._out_of_memory = self._out_of_memory, _out_of_memory_kills()
+        if status == -signal.SIGKILL and not killed and self._out_of_memory > before:
+            return True
+        return not killed and status not in self._FROM_OUTSIDE
+
+
+def _out_of_memory_kills() -> int:
+    """Return how many processes this system has killed so far because memory ran out."""
+    try:
+        with open("/proc/vmstat") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
+    except OSError:
+        return 0

@@ -241,10 +241,11 @@ class Relay:
                     await self._converse(replica, submission, to, deadline, computed)
                 except Unavailable as error:
                     self._replicas.mark_down(replica, str(error))
-                    blamed = submission.is_suspect(error) and await self._replicas.was_computing(
-                        replica, submission.request.request_id
-                    )
-                    submission.lose(replica.number, error, blamed)
+                    blame = 0.0
+                    if submission.is_suspect(error):
+                        request_id = submission.request.request_id
+                        blame = await self._replicas.blame(replica, request_id)
+                    submission.lose(replica.number, error, blame)
                     continue
             if not submission.finished:
                 raise InternalError(f"a worker ended {submission} before its answers were whole")

@@ -31,7 +31,7 @@ class Replica:
     address: str
     transport: WorkerTransport
     down: str = ""  # why no prompt may be sent to it; "" if one may
-    computing: asyncio.Future[frozenset[str]] = field(  # request ids, when it has died
+    death: asyncio.Future[control.Died] = field(  # what is known of it, when it has died
         default_factory=lambda: asyncio.get_running_loop().create_future(), repr=False
     )
     outstanding: int = 0  # prompts sent and not answered yet
@@ -129,19 +129,22 @@ class Replicas:
         """Take the supervisor's word on what a replica was computing when it died."""
         replica = self._replicas.get(told.replica)
         known = replica is not None and replica.address == told.address
-        if replica is not None and known and not replica.computing.done():
-            replica.computing.set_result(frozenset(told.computing))
+        if replica is not None and known and not replica.death.done():
+            replica.death.set_result(told)
 
-    async def was_computing(self, replica: Replica, request_id: str) -> bool:
-        """Return whether a replica that is gone was computing a request when it died.
+    async def blame(self, replica: Replica, request_id: str) -> float:
+        """Return how likely it is a request's fault that a replica is gone.
 
-        Where nobody knows, it may have been.
+        0: it was not computing the request; 0.5: it was, but was killed from outside; 1: it was,
+        and failed, or nobody knows.
         """
         try:
-            computing = asyncio.shield(replica.computing)
-            return request_id in await asyncio.wait_for(computing, _AUTOPSY_SECONDS)
+            death = await asyncio.wait_for(asyncio.shield(replica.death), _AUTOPSY_SECONDS)
         except TimeoutError:
-            return True
+            return 1.0
+        if request_id not in death.computing:
+            return 0.0
+        return 1.0 if death.by_itself else 0.5
 
     async def pick(
         self, prompt: Prompt, session: str, deadline: float | None

@@ -11,6 +11,7 @@ from mii.errors import InternalError, Leaving, Unavailable
 from mii.proto.inference_pb2 import GenerateRequest, GenerateResponse, PartialAnswer, SequenceDelta
 
 _MAX_MOVES: Final = 16  # from replica to replica
+_MOST_BLAME: Final = 2.0  # two replicas that failed, or four that were killed from outside
 _USUAL_ANSWER: Final = 256  # tokens, where a request does not limit its answer
 _CHARACTERS_PER_TOKEN: Final = 4.0
 
@@ -38,7 +39,7 @@ class Submission:
     prompt_index: int
     choices: list[ChoiceState]
     moves: int = field(default=0, init=False)
-    strikes: int = field(default=0, init=False)  # replicas in a row that died of it, it seems
+    blame: float = field(default=0.0, init=False)  # for deaths in a row, without a token between
     _accepted: bool = field(default=False, init=False)  # by any replica
     _in_hands: bool = field(default=False, init=False)  # of the replica that it is sent to now
     _moved_on: bool = field(default=False, init=False)  # a token has come from that replica
@@ -115,13 +116,13 @@ class Submission:
         """Whether its replica may have died of this request: it had it, and gave no token of it."""
         return self._in_hands and not self._moved_on and not isinstance(error, Leaving)
 
-    def lose(self, replica: int, error: Unavailable, blamed: bool) -> None:
+    def lose(self, replica: int, error: Unavailable, blame: float) -> None:
         """Note that the replica that had the request is gone.
 
         Args:
             replica: its number.
             error: how it is known.
-            blamed: the replica may have died of this request.
+            blame: 0 to 1, how likely it is that the replica died of this request.
 
         Raises:
             InternalError: if the request seems to be what replicas die of.
@@ -129,12 +130,12 @@ class Submission:
         """
         self.moves += 1
         if self._moved_on:
-            self.strikes = 0
-        self.strikes += blamed
-        if self.strikes >= 2:
+            self.blame = 0.0
+        self.blame += blame
+        if self.blame >= _MOST_BLAME:
             raise InternalError(
-                f"{self} is given up: two replicas in a row have died while they computed it, the "
-                f"last of them replica {replica} ({error}); it is sent to no other one"
+                f"{self} is given up: replica after replica has died while computing it, the last "
+                f"of them replica {replica} ({error}); it is sent to no other one"
             )
         if self.moves > _MAX_MOVES:
             raise Unavailable(

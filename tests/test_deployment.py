@@ -36,6 +36,7 @@ from mii.proto.deployment_pb2_grpc import DeploymentStub
 from mii.proto.modelresponse_pb2_grpc import ModelResponseStub
 from mii.registry import DeploymentRecord, ProcessRecord, Registry
 from mii.status import error_of_call
+from mii.supervised_replica import CausesOfDeath
 from tests.system.leftovers import Belongings, no_new_children, socket_files
 
 FAKE = "tests.system.fake_supervisor"
@@ -324,6 +325,14 @@ def test_a_replica_that_dies_is_started_again_as_a_whole(tmp_path: Path) -> None
     assert health(record) == "SERVING"
     stop_deployment(record)
     belongings.assert_gone()
+
+
+def test_who_was_killed_did_not_fail() -> None:
+    deaths = CausesOfDeath()
+    assert deaths.by_itself(1, killed=False)
+    assert deaths.by_itself(-signal.SIGSEGV, killed=False)
+    assert not deaths.by_itself(-signal.SIGKILL, killed=False)
+    assert not deaths.by_itself(-signal.SIGKILL, killed=True)
 
 
 def test_a_process_that_is_stopped_counts_as_dead(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_a_request_that_two_replicas_in_a_row_die_of_is_sent_to_no_third(
     begin(router, *three)
     error = error_of(router, request_of("<gone>", stream=True))
     assert isinstance(error, InternalError)
-    assert "two replicas in a row" in str(error)
+    assert "replica after replica has died" in str(error)
     assert [len(worker.requests) for worker in three] == [1, 1, 0]
 
 
@@ -170,16 +170,25 @@ def test_a_request_that_moves_on_between_deaths_is_not_to_blame(
     assert text(deltas) == "a <hold> b <hold-again> c "
 
 
-async def test_the_supervisor_knows_what_a_dead_replica_was_computing() -> None:
+@pytest.mark.parametrize(
+    ("death", "blame"),
+    [
+        (control.Died(0, "a:1", ("id-6",)), 0.0),
+        (control.Died(0, "a:1", ("id-6", "id-7")), 1.0),
+        (control.Died(0, "a:1", ("id-7",), by_itself=False), 0.5),
+    ],
+)
+async def test_the_supervisor_knows_what_a_replica_died_of(
+    death: control.Died, blame: float
+) -> None:
     replicas = Replicas(lambda address: SilentTransport(), RoundRobin(), lambda: None)
     replicas.update([control.Replica(0, "a:1", True)])
     replica = replicas.any()
-    asking = asyncio.ensure_future(replicas.was_computing(replica, "id-7"))
+    asking = asyncio.ensure_future(replicas.blame(replica, "id-7"))
     await asyncio.sleep(0)
     replicas.died(control.Died(0, "another:1", ("id-7",)))  # an earlier life of replica 0
-    replicas.died(control.Died(0, "a:1", ("id-6",)))
-    assert not await asking
-    assert await replicas.was_computing(replica, "id-6")
+    replicas.died(death)
+    assert await asking == blame
     await replicas.close()
 
 
@@ -191,10 +200,11 @@ def test_only_a_request_that_was_computed_is_to_blame() -> None:
         assert not submission.is_suspect(gone), "not yet accepted"
         submission.accept()
         assert submission.is_suspect(gone) and not submission.is_suspect(Leaving("bye"))
-        submission.lose(replica, gone, blamed=False)
-    submission.lose(5, gone, blamed=True)
+        submission.lose(replica, gone, blame=0.0)
+    for blame in (0.5, 0.5, 0.5):
+        submission.lose(5, gone, blame)
     with pytest.raises(InternalError, match="replica 6"):
-        submission.lose(6, gone, blamed=True)
+        submission.lose(6, gone, blame=0.5)
 
 
 class SilentTransport:
