@@ -228,7 +228,9 @@ def is_on_an_edge(logits: Floats, draw: Draw) -> bool:
         least = scaled.sort(descending=True).values[min(draw.top_k, len(scaled)) - 1]
         scaled = scaled[scaled >= least]
     p = torch.softmax(scaled, -1).sort(descending=True).values
-    edges = torch.cat([p.cumsum(-1) - draw.top_p, p / p[0] - draw.min_p])
+    kept = int((p.cumsum(-1) - p < draw.top_p).sum())  # of two that tie, fp32 may keep either
+    ties = p[kept - 1 : kept] / p[kept : kept + 1] - 1
+    edges = torch.cat([p.cumsum(-1) - draw.top_p, p / p[0] - draw.min_p, ties])
     return bool((edges.abs() < 1e-5 * max(1.0, 1 / draw.temperature)).any())
 
 
