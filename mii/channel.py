@@ -1,4 +1,4 @@
-"""Options that every gRPC server and channel of ours is made with."""
+"""Options that every gRPC channel of ours is made with."""
 
 from __future__ import annotations
 
@@ -14,27 +14,12 @@ _MESSAGE_SIZES: Final = [
 ]
 
 
-def server_options() -> Options:
-    """Return the options of a server.
-
-    Two servers never share a port, since an orphan would silently take half of the connections;
-    and clients may ping every five seconds, where C-core's default answers such pings with GOAWAY.
-    """
-    return [
-        *_MESSAGE_SIZES,
-        ("grpc.so_reuseport", 0),
-        # C-core's GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS: its name has no "recv".
-        ("grpc.http2.min_ping_interval_without_data_ms", 5000),
-        ("grpc.keepalive_permit_without_calls", 1),
-    ]
-
-
 def channel_options() -> Options:
     """Return the options of a channel.
 
-    Its pings, while a call waits, are what our servers allow; a server with C-core's own options
-    would refuse them after minutes. The ping timeout is set by itself because C-core's keepalive
-    timeout does not find a peer that hangs under a busy stream.
+    It pings while a call waits, which a server with C-core's own options would refuse after
+    minutes. The ping timeout is set by itself because C-core's keepalive timeout does not find a
+    peer that hangs under a busy stream.
     """
     return [
         *_MESSAGE_SIZES,

@@ -14,6 +14,7 @@
         ├── Unavailable            nobody is there to answer; try again later (UNAVAILABLE, 503)
         │   └── Leaving            the one asked is about to end, as it was told to
         ├── Overloaded             a queue is full; try again later (RESOURCE_EXHAUSTED, 429)
+        ├── SlowReader             too much of a stream is left unread (RESOURCE_EXHAUSTED)
         ├── DeadlineExceeded       the caller's deadline passed (DEADLINE_EXCEEDED, 504)
         ├── Cancelled              the caller cancelled (CANCELLED, 499)
         └── InternalError          a fault of ours (INTERNAL, 500)
@@ -130,6 +131,12 @@ class Overloaded(ServiceError):
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class SlowReader(ServiceError):
+    """The client reads its stream so slowly that too much of it has piled up."""
+
+    code = "slow_reader"
 
 
 class DeadlineExceeded(ServiceError):

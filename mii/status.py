@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import quote, unquote
@@ -32,8 +31,10 @@ from mii.errors import (
     ModelNotFound,
     Overloaded,
     ServiceError,
+    SlowReader,
     Unavailable,
 )
+from mii.http2.grpc_wire import CallFault
 
 ERROR_KEY: Final = "mii-error"
 FIELD_KEY: Final = "mii-field"
@@ -55,6 +56,7 @@ _CODES: dict[type[MIIError], grpc.StatusCode] = {
     DeploymentNotFoundError: _Code.NOT_FOUND,
     Unavailable: _Code.UNAVAILABLE,
     Overloaded: _Code.RESOURCE_EXHAUSTED,
+    SlowReader: _Code.RESOURCE_EXHAUSTED,
     DeadlineExceeded: _Code.DEADLINE_EXCEEDED,
     Cancelled: _Code.CANCELLED,
     MIIError: _Code.INTERNAL,
@@ -73,6 +75,8 @@ _BY_STATUS: dict[grpc.StatusCode, type[MIIError]] = {
     _Code.DEADLINE_EXCEEDED: DeadlineExceeded,
     _Code.CANCELLED: Cancelled,
 }
+
+_BY_NUMBER: Final = {code.value[0]: code for code in _Code}
 
 _logger = logging.getLogger(__name__)
 
@@ -124,6 +128,12 @@ def error_of_call(error: grpc.RpcError) -> MIIError:
     return error_of(call.code(), call.details() or "", call.trailing_metadata() or ())
 
 
+def error_of_fault(fault: CallFault) -> MIIError:
+    """Return the error that a failed call of `mii.http2` tells of."""
+    code = _BY_NUMBER.get(fault.code, _Code.UNKNOWN)
+    return error_of(code, fault.message, fault.metadata)
+
+
 def known_error(error: BaseException, request_id: str) -> MIIError:
     """Return `error` as one of ours. What nobody foresaw is logged, and its words stay in the log.
 
@@ -141,20 +151,6 @@ def known_error(error: BaseException, request_id: str) -> MIIError:
         return DeadlineExceeded("the request's deadline passed")
     _logger.error("request %s failed", request_id, exc_info=error)
     return InternalError(f"internal error: the server's log has it under request id {request_id}")
-
-
-@asynccontextmanager
-async def errors_as_status(
-    context: grpc.aio.ServicerContext[Any, Any], request_id: str
-) -> AsyncIterator[None]:
-    """End the call of `context` with the right status when the block raises."""
-    try:
-        yield
-    except (asyncio.CancelledError, grpc.aio.AbortError):
-        raise
-    except Exception as error:
-        status = status_of(known_error(error, request_id))
-        await context.abort(status.code, status.message, status.metadata)
 
 
 def _printable(message: str) -> str:

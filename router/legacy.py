@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
 
-import grpc
 from google.protobuf.empty_pb2 import Empty
 
 from mii.engine.params import check_params
 from mii.errors import InvalidArgument
+from mii.http2.server import Handler, ServerCall
 from mii.messages import MAX_SEQUENCES, check_sampling_size, new_request_id, sampling_message
 from mii.proto.inference_pb2 import (
     DEFAULTS_MII,
     GenerateRequest,
+    GenerateResponse,
     Prompt,
     SequenceDelta,
 )
@@ -25,18 +25,15 @@ from mii.proto.modelresponse_pb2 import (
     SingleGenerationReply,
     Value,
 )
-from mii.proto.modelresponse_pb2_grpc import ModelResponseServicer
 from mii.router.relay import Relay
-from mii.status import errors_as_status
-
-Context = grpc.aio.ServicerContext[Any, Any]
+from mii.rpc.methods import answered_by_stream, answered_once, errors_as_status
 
 # Parameters of DeepSpeed-MII that its server overwrites with what it knows better.
 _IGNORED = frozenset(("prompt_length", "stream"))
 _LISTS = frozenset(("stop", "stop_strings", "stop_token_ids"))
 
 
-class LegacyServicer(ModelResponseServicer):
+class LegacyServicer:
     """`modelresponse.ModelResponse`, answered by the replicas."""
 
     def __init__(self, relay: Relay, terminate: Callable[[], Awaitable[None]]) -> None:
@@ -49,43 +46,65 @@ class LegacyServicer(ModelResponseServicer):
         self._relay = relay
         self._terminate = terminate
 
-    async def Terminate(self, request: Empty, context: Context) -> Empty:
+    @property
+    def handlers(self) -> Mapping[str, Handler]:
+        """By path."""
+        service = "/modelresponse.ModelResponse"
+        return {
+            f"{service}/Terminate": answered_once(Empty, self._end),
+            f"{service}/GeneratorReply": answered_once(MultiStringRequest, self._reply),
+            f"{service}/GeneratorReplyStream": answered_by_stream(MultiStringRequest, self._stream),
+        }
+
+    async def _end(self, request: Empty, call: ServerCall) -> Empty:
         await self._terminate()
         return Empty()
 
-    async def GeneratorReply(
-        self, request: MultiStringRequest, context: Context
-    ) -> MultiGenerationReply:
+    async def _reply(self, request: MultiStringRequest, call: ServerCall) -> MultiGenerationReply:
         request_id = new_request_id()
-        async with errors_as_status(context, request_id):
+        with errors_as_status(request_id):
             ours = _generate_request(request, request_id, stream=False)
             answers: dict[tuple[int, int], SequenceDelta] = {}
-            async with self._relay.generate(ours, context.time_remaining()) as generation:
+            async with self._relay.generate(ours, call.time_remaining()) as generation:
                 async for message in generation:
                     for delta in message.deltas:
                         answers[delta.prompt_index, delta.choice_index] = delta
             return MultiGenerationReply(response=[_reply(answers[key]) for key in sorted(answers)])
 
-    # A coroutine that writes, not a generator: a cancelled one is cleaned up at once.
-    async def GeneratorReplyStream(  # type: ignore[override]
-        self, request: MultiStringRequest, context: Context
-    ) -> None:
+    async def _stream(self, request: MultiStringRequest, call: ServerCall) -> None:
         request_id = new_request_id()
-        async with errors_as_status(context, request_id):
+        with errors_as_status(request_id):
             ours = _generate_request(request, request_id, stream=True)
             if len(ours.prompts) != 1 or ours.sampling.n > 1:
                 raise InvalidArgument("a stream answers exactly one prompt, once", "request")
-            prompt_tokens = generated_tokens = 0
-            async with self._relay.generate(ours, context.time_remaining()) as generation:
-                async for message in generation:
-                    for delta in message.deltas:
-                        prompt_tokens = delta.usage.prompt_tokens or prompt_tokens
-                        generated_tokens += len(delta.token_ids)
-                        if delta.text:
-                            await context.write(_piece(delta, prompt_tokens, generated_tokens))
-                        if delta.finish_reason:
-                            delta.text = ""
-                            await context.write(MultiGenerationReply(response=[_reply(delta)]))
+            async with self._relay.generate(ours, call.time_remaining()) as generation:
+                call.on_writable(generation.pass_on)
+                await generation.send_to(_Sink(call))
+
+
+class _Sink:
+    """Turns a stream's messages into DeepSpeed-MII's, and sends them."""
+
+    def __init__(self, call: ServerCall) -> None:
+        self._call = call
+        self._prompt_tokens = self._generated_tokens = 0
+
+    @property
+    def writable(self) -> bool:
+        return self._call.writable
+
+    def take(self, message: GenerateResponse) -> None:
+        for delta in message.deltas:
+            self._prompt_tokens = delta.usage.prompt_tokens or self._prompt_tokens
+            self._generated_tokens += len(delta.token_ids)
+            if delta.text:
+                self._send(_piece(delta, self._prompt_tokens, self._generated_tokens))
+            if delta.finish_reason:
+                delta.text = ""
+                self._send(MultiGenerationReply(response=[_reply(delta)]))
+
+    def _send(self, reply: MultiGenerationReply) -> None:
+        self._call.send(reply.SerializeToString())
 
 
 def _generate_request(

@@ -10,42 +10,38 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-import grpc
 from aiohttp import web
-from grpc_health.v1 import health
-from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
-from grpc_reflection.v1alpha import reflection
 
 from mii import control
-from mii.channel import server_options
+from mii.channel import MAX_MESSAGE_BYTES
 from mii.config import DeploymentConfig
-from mii.errors import MIIError, PortInUse
+from mii.errors import MIIError
+from mii.http2.limits import Limits
+from mii.http2.listener import Switch
+from mii.http2.server import Server
 from mii.proto import deployment_pb2, inference_pb2, modelresponse_pb2
-from mii.proto.deployment_pb2_grpc import add_DeploymentServicer_to_server
-from mii.proto.inference_pb2_grpc import add_InferenceServicer_to_server
-from mii.proto.modelresponse_pb2_grpc import add_ModelResponseServicer_to_server
 from mii.router.balancer import POLICIES
 from mii.router.gateway.app import make_app
-from mii.router.health import Health
 from mii.router.legacy import LegacyServicer
 from mii.router.limits import RequestLimit
-from mii.router.listen import addresses_of, join, listen
+from mii.router.listen import addresses_of, listen
 from mii.router.operator import OperatorServicer
 from mii.router.relay import Relay
 from mii.router.replicas import Replicas
 from mii.router.servicer import Servicer
-from mii.router.transport import GrpcTransport
+from mii.router.transport import Http2Transport
+from mii.rpc import health, reflection
+from mii.rpc.health import Health
+from mii.rpc.methods import fault_of
 
 _SERVICES: Final = (
     inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
     modelresponse_pb2.DESCRIPTOR.services_by_name["ModelResponse"].full_name,
     deployment_pb2.DESCRIPTOR.services_by_name["Deployment"].full_name,
-    health.SERVICE_NAME,
-    reflection.SERVICE_NAME,
 )
+_NO_REST: Final = b"This port speaks gRPC; REST is served with enable_rest=True.\n"
 _STOP_GRACE: Final = 1.0  # seconds for calls under way, of the three that a Stop allows
 _TERMINATE_SECONDS: Final = 1.0  # until a client is told that the deployment will end, at most
-_BIND_TRIES: Final = 5
 
 _logger = logging.getLogger(__name__)
 
@@ -68,7 +64,7 @@ class Router:
         """
         self._config = config
         self._replicas = Replicas(
-            GrpcTransport,
+            Http2Transport,
             POLICIES[config.routing_policy](),
             lambda: self._health.changed(),
             weights=config.replica_weights,
@@ -78,11 +74,19 @@ class Router:
             config.engine.model_name,
             RequestLimit(config.max_requests, config.max_queued_tokens),
         )
-        self._health = Health(_SERVICES, lambda: relay.serving)
-        self._servicer = Servicer(relay)
-        self._legacy = LegacyServicer(relay, terminate)
+        self._health = Health([*_SERVICES, *reflection.SERVICES], lambda: relay.serving)
         self._operator = OperatorServicer(config.deployment_name, self._replicas, operate)
-        self._server: grpc.aio.Server | None = None
+        self._server = Server(
+            {
+                **Servicer(relay).handlers,
+                **LegacyServicer(relay, terminate).handlers,
+                **self._operator.handlers,
+                **self._health.handlers,
+                **reflection.reflection_handlers([*_SERVICES, health.SERVICE]),
+            },
+            limits=Limits(max_message_bytes=MAX_MESSAGE_BYTES),
+            fault_of=fault_of,
+        )
         self._gateway = web.AppRunner(
             make_app(relay, config.deployment_name),
             handler_cancellation=True,  # a client that has gone cancels what is done for it
@@ -96,6 +100,7 @@ class Router:
         Raises:
             PortInUse, InvalidArgument: if that is not possible.
         """
+        await self._gateway.setup()
         port = await self._start_grpc()
         rest_port = await self._start_rest() if self._config.enable_rest else None
         return control.Ready(port=port, rest_port=rest_port)
@@ -112,40 +117,23 @@ class Router:
 
     async def stop(self) -> None:
         """Take no more requests, give those under way a moment, and end them."""
-        assert self._server is not None
         await asyncio.gather(self._server.stop(_STOP_GRACE), self._gateway.cleanup())
         await self._replicas.close()
 
     async def _start_grpc(self) -> int:
         config = self._config
-        addresses = addresses_of(config.host)
-        for attempt in range(_BIND_TRIES):
-            # C-core says nothing of use about a port it cannot have, so ask the system first.
-            sockets = listen(addresses, config.port, fall_back=config.port_is_default, field="port")
-            port: int = sockets[0].getsockname()[1]
-            for listener in sockets:
-                listener.close()
-            server = self._make_server()
-            try:
-                for address in addresses:
-                    server.add_insecure_port(join(address, port))
-            except RuntimeError as error:
-                if attempt == _BIND_TRIES - 1:
-                    raise PortInUse(f"port {port} was taken by another process: {error}") from None
-                continue
-            await server.start()
-            self._server = server
-            return port
-        raise AssertionError
+        sockets = listen(
+            addresses_of(config.host), config.port, fall_back=config.port_is_default, field="port"
+        )
+        for listener in sockets:
+            await self._server.listen(listener, protocol=self._switch)
+        port: int = sockets[0].getsockname()[1]
+        return port
 
-    def _make_server(self) -> grpc.aio.Server:
-        server = grpc.aio.server(options=server_options())
-        add_InferenceServicer_to_server(self._servicer, server)
-        add_ModelResponseServicer_to_server(self._legacy, server)
-        add_DeploymentServicer_to_server(self._operator, server)
-        add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection(_SERVICES, server)
-        return server
+    def _switch(self) -> asyncio.Protocol:
+        """Return what begins a connection: REST is served on gRPC's port, too."""
+        rest = self._gateway.server if self._config.enable_rest else None
+        return Switch(self._server.protocol, rest, _NO_REST)
 
     async def _start_rest(self) -> int:
         config = self._config
@@ -155,7 +143,6 @@ class Router:
             fall_back=config.rest_port_is_default,
             field="rest_port",
         )
-        await self._gateway.setup()
         for listener in sockets:
             await web.SockSite(self._gateway, listener).start()
         port: int = sockets[0].getsockname()[1]

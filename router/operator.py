@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
-from typing import Any
-
-import grpc
+from collections.abc import Callable, Mapping
 
 from mii import control
 from mii.errors import DeploymentError, InvalidArgument
-from mii.messages import new_request_id
+from mii.http2.server import Handler, ServerCall
 from mii.proto.deployment_pb2 import (
     REPLICA_STATE_DEAD,
     REPLICA_STATE_READY,
@@ -24,16 +21,13 @@ from mii.proto.deployment_pb2 import (
     ScaleRequest,
     WatchStatusRequest,
 )
-from mii.proto.deployment_pb2_grpc import DeploymentServicer
 from mii.router.replicas import Replicas
-from mii.status import errors_as_status
+from mii.rpc.methods import answered_by_stream, answered_once
 
 MAX_REPLICAS = 1024
 
-Context = grpc.aio.ServicerContext[Any, Any]
 
-
-class OperatorServicer(DeploymentServicer):
+class OperatorServicer:
     """`mii.v1.Deployment`.
 
     Args:
@@ -51,43 +45,49 @@ class OperatorServicer(DeploymentServicer):
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[str]] = {}
 
+    @property
+    def handlers(self) -> Mapping[str, Handler]:
+        """By path."""
+        return {
+            "/mii.v1.Deployment/WatchStatus": answered_by_stream(WatchStatusRequest, self._watch),
+            "/mii.v1.Deployment/Restart": answered_once(RestartRequest, self._restart),
+            "/mii.v1.Deployment/Scale": answered_once(ScaleRequest, self._scale),
+        }
+
     def ended(self, told: control.OperationEnded) -> None:
         """Take the supervisor's word that an operation has ended."""
         future = self._waiting.pop(told.number, None)
         if future is not None and not future.done():
             future.set_result(told.error)
 
-    # A coroutine that writes, not a generator: a cancelled one is cleaned up at once.
-    async def WatchStatus(self, request: WatchStatusRequest, context: Context) -> None:  # type: ignore[override]
+    async def _watch(self, request: WatchStatusRequest, call: ServerCall) -> None:
         last: DeploymentStatus | None = None
         while True:
             status = DeploymentStatus(
                 deployment=self._name, replicas=map(_status, self._replicas.told)
             )
             if status != last:
-                await context.write(status)
+                call.send(status.SerializeToString())
                 last = status
-                continue  # it may have changed meanwhile
             await self._replicas.changed()
 
-    async def Restart(self, request: RestartRequest, context: Context) -> OperationResponse:
-        return await self._operate(None, context)
+    async def _restart(self, request: RestartRequest, call: ServerCall) -> OperationResponse:
+        return await self._operate(None)
 
-    async def Scale(self, request: ScaleRequest, context: Context) -> OperationResponse:
-        return await self._operate(request.replicas, context)
+    async def _scale(self, request: ScaleRequest, call: ServerCall) -> OperationResponse:
+        return await self._operate(request.replicas)
 
-    async def _operate(self, replicas: int | None, context: Context) -> OperationResponse:
-        async with errors_as_status(context, new_request_id()):
-            if replicas is not None and not 1 <= replicas <= MAX_REPLICAS:
-                raise InvalidArgument.of("replicas", replicas, f"from 1 to {MAX_REPLICAS}")
-            if not any(replica.ready or replica.returning for replica in self._replicas.told):
-                raise DeploymentError("the deployment is starting: wait until it is ready")
-            number = next(self._numbers)
-            future = self._waiting[number] = asyncio.get_running_loop().create_future()
-            self._ask(control.Operation(number, replicas))
-            error = await future
-            if error:
-                raise DeploymentError(error)
+    async def _operate(self, replicas: int | None) -> OperationResponse:
+        if replicas is not None and not 1 <= replicas <= MAX_REPLICAS:
+            raise InvalidArgument.of("replicas", replicas, f"from 1 to {MAX_REPLICAS}")
+        if not any(replica.ready or replica.returning for replica in self._replicas.told):
+            raise DeploymentError("the deployment is starting: wait until it is ready")
+        number = next(self._numbers)
+        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._ask(control.Operation(number, replicas))
+        error = await future
+        if error:
+            raise DeploymentError(error)
         return OperationResponse()
 
 

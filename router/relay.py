@@ -13,9 +13,9 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
-from mii.errors import InternalError, Unavailable
+from mii.errors import InternalError, SlowReader, Unavailable
 from mii.messages import check_model, check_request, new_request_id
 from mii.proto.inference_pb2 import (
     DetokenizeRequest,
@@ -33,19 +33,32 @@ from mii.router.requests import split
 from mii.router.submission import ChoiceState, Submission
 from mii.router.transport import WorkerTransport
 
-# Beyond this, messages wait in the workers until the client has read.
-_MAX_WAITING_MESSAGES: Final = 256
 # Messages that wait for the client are merged up to this: well below the 4 MiB that clients accept
 # unless they are told otherwise.
 _MAX_MERGED_BYTES: Final = 2**20
+# What may wait for the client of a stream, and for each answer in it besides.
+_MAX_UNREAD_BYTES: Final = 2**22
+_MAX_UNREAD_BYTES_PER_ANSWER: Final = 2**16
 
 _Answer = TypeVar("_Answer")
 
 
-class Generation:
-    """One request's answers: an iterator over messages whose deltas come from all its prompts.
+class Sink(Protocol):
+    """Takes a generation's messages as they come."""
 
-    The first error cancels what the other prompts are doing, and is raised after the last message.
+    @property
+    def writable(self) -> bool:
+        """Whether the client has room for another message."""
+
+    def take(self, message: GenerateResponse) -> None:
+        """Send a message."""
+
+
+class Generation:
+    """One request's answers, whose deltas come from all its prompts.
+
+    They are taken by a sink (`send_to`), or by iterating over them. The first error cancels what
+    the other prompts are doing, and is raised after the last message.
     """
 
     def __init__(
@@ -53,6 +66,7 @@ class Generation:
         submissions: Sequence[Submission],
         deliver: Callable[[Submission, Generation], Awaitable[None]],
         session: str = "",
+        max_unread_bytes: int | None = None,
     ) -> None:
         """Set out.
 
@@ -60,13 +74,16 @@ class Generation:
             submissions: the request's prompts.
             deliver: sends one of them and passes what comes to `accept` and `put`.
             session: see `Replicas.pick`.
+            max_unread_bytes: of messages that wait for the client; None: as many as there are.
         """
         self.session = session
         self.routes: list[Choice] = []  # where prompts went, moves included
         self._deliver = deliver
+        self._sink: Sink | None = None
         self._waiting: deque[GenerateResponse] = deque()
+        self._waiting_bytes = 0
+        self._max_unread_bytes = max_unread_bytes
         self._news = asyncio.Event()  # a message, an error, or the end
-        self._room = asyncio.Event()
         self._all_accepted = asyncio.Event()
         self._unaccepted = min(len(submissions), MAX_PROMPTS_IN_FLIGHT)
         self._error: Exception | None = None
@@ -80,16 +97,40 @@ class Generation:
         if self._error is not None:
             raise self._error
 
+    async def send_to(self, sink: Sink) -> None:
+        """Pass all messages on as they come; return when the sink has taken the last one.
+
+        Where the sink has no room, they wait and are merged until `pass_on` is called.
+        """
+        self._sink = sink
+        self.pass_on()
+        while self._waiting or (self._running > 0 and self._error is None):
+            self._news.clear()
+            await self._news.wait()
+        if self._error is not None:
+            raise self._error
+
+    def pass_on(self) -> None:
+        """Give the sink what waits for it, as far as it has room."""
+        if self._sink is None:
+            return
+        while self._waiting and self._sink.writable:
+            self._sink.take(self._take())
+        if not self._waiting:
+            self._news.set()
+
     def __aiter__(self) -> Generation:
         return self
 
     async def __anext__(self) -> GenerateResponse:
-        await self._news.wait()
-        if self._waiting:
-            return self._take()
-        if self._error is not None:
-            raise self._error
-        raise StopAsyncIteration
+        while not self._waiting:
+            if self._error is not None:
+                raise self._error
+            if self._running == 0:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        return self._take()
 
     def accept(self) -> None:
         """Count one more prompt as accepted by its worker."""
@@ -97,13 +138,26 @@ class Generation:
         if self._unaccepted <= 0:
             self._all_accepted.set()
 
-    async def put(self, response: GenerateResponse) -> None:
-        """Add a message; waits while the client is slow to read."""
-        while len(self._waiting) >= _MAX_WAITING_MESSAGES:
-            self._room.clear()
-            await self._room.wait()
+    def put(self, response: GenerateResponse) -> None:
+        """Pass a message on to the client, or keep it until that has read the others.
+
+        Raises:
+            SlowReader: if too much is kept.
+        """
+        if self._sink is not None:
+            if not self._waiting and self._sink.writable:
+                self._sink.take(response)
+                return
+        elif not self._waiting:
+            self._news.set()
         self._waiting.append(response)
-        self._news.set()
+        self._waiting_bytes += response.ByteSize()
+        if self._max_unread_bytes is not None and self._waiting_bytes > self._max_unread_bytes:
+            self._waiting.clear()
+            raise SlowReader(
+                f"the client has left {self._waiting_bytes} bytes of its answer unread, and "
+                f"{self._max_unread_bytes} are kept for it: read faster, or ask for less at a time"
+            )
 
     async def close(self) -> None:
         """Cancel what is still under way."""
@@ -133,15 +187,18 @@ class Generation:
 
     def _take(self) -> GenerateResponse:
         merged = self._waiting.popleft()
-        size = merged.ByteSize() if self._waiting else 0
+        if not self._waiting:
+            self._waiting_bytes = 0
+            return merged
+        size = merged.ByteSize()
+        self._waiting_bytes -= size
         while self._waiting:
-            size += self._waiting[0].ByteSize()
-            if size > _MAX_MERGED_BYTES:
+            more = self._waiting[0].ByteSize()
+            if size + more > _MAX_MERGED_BYTES:
                 break
+            size += more
+            self._waiting_bytes -= more
             merged.MergeFrom(self._waiting.popleft())
-        self._room.set()
-        if not self._waiting and self._running > 0 and self._error is None:
-            self._news.clear()
         return merged
 
 
@@ -185,10 +242,15 @@ class Relay:
             def progressed(tokens: float) -> None:
                 self._limit.progress(admitted, admitted.tokens - tokens)
 
+            answers = choices * len(submissions)
             generation = Generation(
                 submissions,
                 lambda submission, to: self._deliver(submission, to, deadline, progressed),
                 session,
+                # What is not streamed is kept to its end anyway.
+                _MAX_UNREAD_BYTES + answers * _MAX_UNREAD_BYTES_PER_ANSWER
+                if request.stream
+                else None,
             )
             try:
                 yield generation
@@ -260,17 +322,19 @@ class Relay:
     ) -> None:
         now = asyncio.get_running_loop().time()
         timeout = None if deadline is None else max(0.0, deadline - now)
-        call = replica.transport.generate(submission.next_request(), timeout)
-        try:
-            await call.accepted()
+        remaining = submission.remaining_tokens()
+
+        def accepted() -> None:
             if submission.accept():
                 to.accept()
-            remaining = submission.remaining_tokens()
-            async for response in call:
-                news = submission.record(response)
-                before, remaining = remaining, submission.remaining_tokens()
-                computed(before - remaining)
-                if news.deltas:
-                    await to.put(news)
-        finally:
-            call.cancel()
+
+        def received(response: GenerateResponse) -> None:
+            nonlocal remaining
+            news = submission.record(response)
+            before, remaining = remaining, submission.remaining_tokens()
+            computed(before - remaining)
+            if news.deltas:
+                to.put(news)
+
+        request = submission.next_request()
+        await replica.transport.generate(request, timeout, accepted, received)

@@ -2,60 +2,77 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
-import grpc
-
+from mii.http2.server import Handler, ServerCall
 from mii.messages import ACCEPTED_KEY, check_request_id, new_request_id
 from mii.proto.inference_pb2 import (
     DetokenizeRequest,
     DetokenizeResponse,
     GenerateRequest,
+    GenerateResponse,
     ListModelsRequest,
     ListModelsResponse,
     TokenizeRequest,
     TokenizeResponse,
 )
-from mii.proto.inference_pb2_grpc import InferenceServicer
 from mii.router.relay import Relay
 from mii.router.routing_headers import SESSION_KEY, explanation, session_of
-from mii.status import errors_as_status
-
-Context = grpc.aio.ServicerContext[Any, Any]
+from mii.rpc.methods import answered_by_stream, answered_once, errors_as_status
 
 
-class Servicer(InferenceServicer):
+class Servicer:
     """`mii.v1.Inference`, answered by the replicas."""
 
     def __init__(self, relay: Relay) -> None:
         self._relay = relay
 
-    # A coroutine that writes, not a generator: a cancelled one is cleaned up at once.
-    async def Generate(self, request: GenerateRequest, context: Context) -> None:  # type: ignore[override]
+    @property
+    def handlers(self) -> Mapping[str, Handler]:
+        """By path."""
+        return {
+            "/mii.v1.Inference/Generate": answered_by_stream(GenerateRequest, self._generate),
+            "/mii.v1.Inference/Tokenize": answered_once(TokenizeRequest, self._tokenize),
+            "/mii.v1.Inference/Detokenize": answered_once(DetokenizeRequest, self._detokenize),
+            "/mii.v1.Inference/ListModels": answered_once(ListModelsRequest, self._list_models),
+        }
+
+    async def _generate(self, request: GenerateRequest, call: ServerCall) -> None:
         request_id = new_request_id()
-        async with errors_as_status(context, request_id):
+        with errors_as_status(request_id):
             check_request_id(request.request_id)
             request.request_id = request.request_id or request_id
-            asked = dict(context.invocation_metadata() or ())
-            session = session_of(asked.get(SESSION_KEY, ""))
-            timeout = context.time_remaining()
-            async with self._relay.generate(request, timeout, session) as generation:
+            session = session_of(call.headers.get(SESSION_KEY, ""))
+            async with self._relay.generate(request, call.time_remaining(), session) as generation:
                 if request.stream:
                     await generation.accepted()
-                    await context.send_initial_metadata(((ACCEPTED_KEY, request.request_id),))
-                async for message in generation:
-                    await context.write(message)
-                told = explanation(asked, generation.routes)
-                context.set_trailing_metadata(tuple(told.items()))
+                    call.send_initial_metadata(((ACCEPTED_KEY, request.request_id),))
+                call.on_writable(generation.pass_on)
+                await generation.send_to(_Sink(call))
+                told = explanation(call.headers, generation.routes)
+                call.trailing_metadata = tuple(told.items())
 
-    async def Tokenize(self, request: TokenizeRequest, context: Context) -> TokenizeResponse:
-        async with errors_as_status(context, new_request_id()):
-            return await self._relay.tokenize(request, context.time_remaining())
+    async def _tokenize(self, request: TokenizeRequest, call: ServerCall) -> TokenizeResponse:
+        return await self._relay.tokenize(request, call.time_remaining())
 
-    async def Detokenize(self, request: DetokenizeRequest, context: Context) -> DetokenizeResponse:
-        async with errors_as_status(context, new_request_id()):
-            return await self._relay.detokenize(request, context.time_remaining())
+    async def _detokenize(self, request: DetokenizeRequest, call: ServerCall) -> DetokenizeResponse:
+        return await self._relay.detokenize(request, call.time_remaining())
 
-    async def ListModels(self, request: ListModelsRequest, context: Context) -> ListModelsResponse:
-        async with errors_as_status(context, new_request_id()):
-            return await self._relay.list_models(context.time_remaining())
+    async def _list_models(
+        self, request: ListModelsRequest, call: ServerCall
+    ) -> ListModelsResponse:
+        return await self._relay.list_models(call.time_remaining())
+
+
+class _Sink:
+    """Where a call's messages go."""
+
+    def __init__(self, call: ServerCall) -> None:
+        self._call = call
+
+    @property
+    def writable(self) -> bool:
+        return self._call.writable
+
+    def take(self, message: GenerateResponse) -> None:
+        self._call.send(message.SerializeToString())

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Final, Protocol, TypeVar
 
-import grpc
-from grpc.aio import EOF  # type: ignore[attr-defined]  # grpc-stubs lacks it
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from google.protobuf.message import Message
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
-from mii.channel import channel_options
 from mii.errors import Leaving, MIIError, Unavailable
+from mii.http2.client import Channel, Metadata
+from mii.http2.grpc_wire import CallFault, StatusCode
+from mii.http2.limits import Limits
 from mii.messages import ACCEPTED_KEY
 from mii.proto.inference_pb2 import (
     DetokenizeRequest,
@@ -22,36 +23,33 @@ from mii.proto.inference_pb2 import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from mii.proto.inference_pb2_grpc import InferenceStub
 from mii.proto.worker_pb2 import StatusRequest, StatusResponse
-from mii.proto.worker_pb2_grpc import WorkerStub
-from mii.status import ERROR_KEY, error_of_call
+from mii.status import ERROR_KEY, error_of_fault
 
-_Request = TypeVar("_Request")
-_Response = TypeVar("_Response")
+# A worker is one of ours: what it may do to us is bounded by what we ask of it.
+_LIMITS: Final = Limits(nuisances=2**31, stream_window=2**22, connection_window=2**26)
 
-
-class WorkerCall(Protocol):
-    """One Generate call: an iterator over its messages. Errors are those of `mii.errors`."""
-
-    def __aiter__(self) -> WorkerCall:
-        """Return itself."""
-
-    async def __anext__(self) -> GenerateResponse:
-        """Return the next message, until the worker has ended the call."""
-
-    async def accepted(self) -> None:
-        """Return once the worker has found the request valid and has queued it."""
-
-    def cancel(self) -> None:
-        """Tell the worker that nobody wants the answer; does nothing after the call's end."""
+_Response = TypeVar("_Response", bound=Message)
 
 
 class WorkerTransport(Protocol):
     """A way to one worker. Errors are those of `mii.errors`; `timeout` is in seconds."""
 
-    def generate(self, request: GenerateRequest, timeout: float | None) -> WorkerCall:
-        """Begin a call."""
+    async def generate(
+        self,
+        request: GenerateRequest,
+        timeout: float | None,
+        on_accepted: Callable[[], None],
+        on_message: Callable[[GenerateResponse], None],
+    ) -> None:
+        """Make a call; return when the worker has ended it. A cancellation cancels it there, too.
+
+        Args:
+            request: what is asked.
+            timeout: until nobody waits for the answer any more.
+            on_accepted: is called when the worker has found the request valid and has queued it.
+            on_message: is called with each message, later; what it raises ends the call.
+        """
 
     async def tokenize(self, request: TokenizeRequest, timeout: float | None) -> TokenizeResponse:
         """Return the ids of a prompt."""
@@ -71,106 +69,99 @@ class WorkerTransport(Protocol):
         """Return whether the worker says that it can answer; never raises."""
 
     async def close(self) -> None:
-        """Give up the connection; calls under way end as cancelled."""
+        """Give up the connection; calls under way end as `Leaving`."""
 
 
-class GrpcTransport:
-    """`WorkerTransport` over `grpc.aio`."""
+class Http2Transport:
+    """`WorkerTransport` over `mii.http2`.
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address, channel_options())
-        self._inference = InferenceStub(self._channel)
-        self._worker = WorkerStub(self._channel)
-        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
+    Args:
+        address: the worker's.
+        metadata: sent with every call.
+    """
 
-    def generate(self, request: GenerateRequest, timeout: float | None) -> WorkerCall:
-        return GrpcCall(self._inference.Generate(request, timeout=timeout))
+    def __init__(self, address: str, metadata: Metadata = ()) -> None:
+        self._channel = Channel(address, limits=_LIMITS, metadata=metadata)
+        self._closed = False
+
+    async def generate(
+        self,
+        request: GenerateRequest,
+        timeout: float | None,
+        on_accepted: Callable[[], None],
+        on_message: Callable[[GenerateResponse], None],
+    ) -> None:
+        accepted = False
+
+        def accept() -> None:
+            nonlocal accepted
+            accepted = True
+            on_accepted()
+
+        def headers_came(headers: dict[str, str]) -> None:
+            if ACCEPTED_KEY in headers:
+                accept()
+
+        def message_came(body: bytes) -> None:
+            if not accepted:
+                accept()
+            on_message(GenerateResponse.FromString(body))
+
+        try:
+            call = await self._channel.call(
+                "/mii.v1.Inference/Generate",
+                request.SerializeToString(),
+                message_came,
+                timeout=timeout,
+                on_headers=headers_came,
+            )
+            await call.wait()
+        except CallFault as fault:
+            raise self._error_of(fault) from None
+        if not accepted:
+            accept()
 
     async def tokenize(self, request: TokenizeRequest, timeout: float | None) -> TokenizeResponse:
-        return await _reply(self._inference.Tokenize, request, timeout)
+        return await self._ask("mii.v1.Inference/Tokenize", request, TokenizeResponse, timeout)
 
     async def detokenize(
         self, request: DetokenizeRequest, timeout: float | None
     ) -> DetokenizeResponse:
-        return await _reply(self._inference.Detokenize, request, timeout)
+        return await self._ask("mii.v1.Inference/Detokenize", request, DetokenizeResponse, timeout)
 
     async def list_models(self, timeout: float | None) -> ListModelsResponse:
-        return await _reply(self._inference.ListModels, ListModelsRequest(), timeout)
+        method = "mii.v1.Inference/ListModels"
+        return await self._ask(method, ListModelsRequest(), ListModelsResponse, timeout)
 
     async def status(self, timeout: float | None) -> StatusResponse:
-        return await _reply(self._worker.Status, StatusRequest(), timeout)
+        return await self._ask("mii.v1.Worker/Status", StatusRequest(), StatusResponse, timeout)
 
     async def healthy(self, timeout: float | None) -> bool:
-        request = health_pb2.HealthCheckRequest()
+        method = "grpc.health.v1.Health/Check"
         try:
-            answer = await self._health.Check(request, timeout=timeout)
-        except grpc.aio.AioRpcError:
+            answer = await self._ask(method, HealthCheckRequest(), HealthCheckResponse, timeout)
+        except MIIError:
             return False
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+        return bool(answer.status == HealthCheckResponse.SERVING)
 
     async def close(self) -> None:
-        await self._channel.close(None)
+        self._closed = True
+        await self._channel.close()
 
-
-class GrpcCall:
-    """`WorkerCall` over `grpc.aio`."""
-
-    def __init__(self, call: Any) -> None:
-        self._call = call
-        self._first: GenerateResponse | None = None
-
-    async def accepted(self) -> None:
+    async def _ask(
+        self, method: str, request: Message, answer: type[_Response], timeout: float | None
+    ) -> _Response:
+        body = request.SerializeToString()
         try:
-            metadata = await self._call.initial_metadata()
-        except grpc.aio.AioRpcError as error:
-            raise _error_of(error) from None
-        if any(key == ACCEPTED_KEY for key, _ in metadata):
-            return
-        first = await self._read()
-        self._first = None if first is EOF else first
+            return answer.FromString(await self._channel.unary(f"/{method}", body, timeout=timeout))
+        except CallFault as fault:
+            raise self._error_of(fault) from None
 
-    def __aiter__(self) -> GrpcCall:
-        return self
-
-    async def __anext__(self) -> GenerateResponse:
-        message, self._first = self._first, None
-        if message is None:
-            message = await self._read()
-        if message is EOF:
-            raise StopAsyncIteration
-        return message
-
-    def cancel(self) -> None:
-        self._call.cancel()
-
-    async def _read(self) -> Any:
-        try:
-            return await self._call.read()
-        except grpc.aio.AioRpcError as error:
-            raise _error_of(error) from None
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            # Not this task was cancelled but the call, with its channel.
-            raise Leaving("the connection to the worker was given up") from None
-
-
-def _error_of(error: grpc.aio.AioRpcError) -> MIIError:
-    """Return what a failed call tells of; a connection that breaks off tells nothing itself."""
-    broken = error.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED)
-    metadata: Any = error.trailing_metadata() or ()
-    if broken and not any(key == ERROR_KEY for key, _ in metadata):
-        return Unavailable(error.details() or "the connection to the worker broke off")
-    return error_of_call(error)
-
-
-async def _reply(
-    method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Response],
-    request: _Request,
-    timeout: float | None,
-) -> _Response:
-    try:
-        return await method(request, timeout=timeout)
-    except grpc.aio.AioRpcError as error:
-        raise error_of_call(error) from None
+    def _error_of(self, fault: CallFault) -> MIIError:
+        """Return what a failed call tells of; a connection that breaks off tells nothing itself."""
+        told = any(key == ERROR_KEY for key, _ in fault.metadata)
+        if self._closed and not told:
+            return Leaving("the connection to the worker was given up")
+        if fault.code in (StatusCode.INTERNAL, StatusCode.CANCELLED) and not told:
+            return Unavailable(fault.message or "the connection to the worker broke off")
+        return error_of_fault(fault)

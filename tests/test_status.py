@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import AsyncIterator
 
 import grpc
@@ -22,13 +23,14 @@ from mii.errors import (
     ServiceError,
     Unavailable,
 )
+from mii.http2.limits import Limits
+from mii.http2.server import Server, ServerCall
 from mii.proto.inference_pb2 import TokenizeRequest, TokenizeResponse
 from mii.proto.inference_pb2_grpc import (
-    InferenceServicer,
     InferenceStub,
-    add_InferenceServicer_to_server,
 )
-from mii.status import error_of, error_of_call, errors_as_status, known_error, status_of
+from mii.rpc.methods import answered_once, errors_as_status, fault_of
+from mii.status import error_of, error_of_call, known_error, status_of
 
 CLASSES = [
     kind
@@ -107,31 +109,28 @@ def test_what_python_raises_by_itself_is_known(raised: BaseException, kind: type
     assert type(known_error(raised, "id-1")) is kind
 
 
-class Raiser(InferenceServicer):
+class Raiser:
     """Answers every Tokenize with the error at hand."""
 
     def __init__(self) -> None:
         self.error: Exception = InternalError("none yet")
 
-    async def Tokenize(  # type: ignore[override]
-        self, request: TokenizeRequest, context: grpc.aio.ServicerContext[object, object]
-    ) -> TokenizeResponse:
-        async with errors_as_status(context, "id-1"):
+    async def tokenize(self, request: TokenizeRequest, call: ServerCall) -> TokenizeResponse:
+        with errors_as_status("id-1"):
             raise self.error
-
-    Generate = Detokenize = ListModels = None  # type: ignore[assignment]
 
 
 @pytest.fixture
 async def raiser() -> AsyncIterator[tuple[Raiser, InferenceStub]]:
     servicer = Raiser()
-    server = grpc.aio.server()
-    add_InferenceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
+    handlers = {"/mii.v1.Inference/Tokenize": answered_once(TokenizeRequest, servicer.tokenize)}
+    server = Server(handlers, limits=Limits(), fault_of=fault_of)
+    listener = socket.create_server(("127.0.0.1", 0))
+    await server.listen(listener)
+    port = listener.getsockname()[1]
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         yield servicer, InferenceStub(channel)
-    await server.stop(None)
+    await server.stop(0)
 
 
 @pytest.mark.parametrize(

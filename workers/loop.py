@@ -49,9 +49,10 @@ class Piece:
 
 
 class EngineCall:
-    """The sequences of one call: an iterator over lists of pieces. Belongs to the event loop.
+    """The sequences of one call, whose pieces go to a sink. Belongs to the event loop.
 
-    What is not yet taken is merged, so that a slow reader costs no more than its answers' length.
+    What the sink has no room for is merged, so that a slow reader costs no more than its answers'
+    length.
 
     Args:
         count: how many sequences.
@@ -63,8 +64,10 @@ class EngineCall:
         self._running = count
         self._pieces: dict[int, Piece] = {}
         self._ended: list[Piece] = []
-        self._error: MIIError | None = None
-        self._news = asyncio.Event()
+        self._error: Exception | None = None
+        self._sink: Callable[[list[Piece]], None] | None = None
+        self._has_room: Callable[[], bool]
+        self._news = asyncio.Event()  # it is accepted, or has failed, or the sink has all of it
         self._accepted = False
 
     @property
@@ -83,19 +86,40 @@ class EngineCall:
                 raise self._error
             await self._wait()
 
-    def __aiter__(self) -> EngineCall:
-        return self
+    async def send_to(
+        self, sink: Callable[[list[Piece]], None], has_room: Callable[[], bool]
+    ) -> None:
+        """Pass pieces on as they come; return when the sink has taken the last one.
 
-    async def __anext__(self) -> list[Piece]:
-        while True:
-            pieces = self._take()
-            if pieces:
-                return pieces
+        Args:
+            sink: takes what has come of some of the sequences.
+            has_room: whether it may be called now; if not, `pass_on` is to be called when it may.
+
+        Raises:
+            MIIError: if the engine has failed, after what came before.
+            Exception: what the sink has raised.
+        """
+        self._sink = sink
+        self._has_room = has_room
+        self.pass_on()
+        while self._running > 0 or self._ended:
             if self._error is not None:
                 raise self._error
-            if self._running == 0:
-                raise StopAsyncIteration
             await self._wait()
+
+    def pass_on(self) -> None:
+        """Give the sink what waits for it, if it has room."""
+        if self._sink is None or not self._has_room():
+            return
+        pieces = self._take()
+        if pieces:
+            try:
+                self._sink(pieces)
+            except Exception as error:
+                self._error = self._error or error
+                self._sink = None
+        if self._running == 0 or self._error is not None:
+            self._news.set()
 
     def accept(self) -> None:
         """Note that all sequences are queued."""
@@ -103,7 +127,7 @@ class EngineCall:
         self._news.set()
 
     def deliver(self, index: int, delta: Delta) -> None:
-        """Take in what a step has added to a sequence."""
+        """Take in what a step has added to a sequence; `pass_on` is to follow."""
         piece = self._pieces.get(index)
         if piece is None:
             piece = self._pieces[index] = Piece(index)
@@ -111,12 +135,11 @@ class EngineCall:
         if delta.finish_reason is not None:
             self._ended.append(self._pieces.pop(index))
             self._running -= 1
-        if delta.finish_reason is not None or len(piece.token_ids) >= self._least:
-            self._news.set()
 
     def fail(self, error: MIIError) -> None:
         """End the call with an error, after what has already come."""
-        self._error = error
+        self._error = self._error or error
+        self.pass_on()
         self._news.set()
 
     def _take(self) -> list[Piece]:
@@ -340,6 +363,8 @@ def _announce(verdicts: Sequence[tuple[EngineCall, MIIError | None]]) -> None:
 def _deliver(news: Sequence[tuple[EngineCall, int, Delta]]) -> None:
     for call, index, delta in news:
         call.deliver(index, delta)
+    for call in dict.fromkeys(call for call, _, _ in news):
+        call.pass_on()
 
 
 def _again(error: MIIError) -> MIIError:

@@ -6,18 +6,16 @@ import os
 import resource
 import socket
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
-
-import grpc
+from collections.abc import Callable, Mapping, Sequence
 
 from mii.control import Start
 from mii.engine.metrics import EngineStats
+from mii.http2.server import Handler, ServerCall
 from mii.parallel.links import PlanReceiver, PlanSender
 from mii.parallel.rank import Rank
 from mii.proto.worker_pb2 import StatusRequest, StatusResponse
-from mii.proto.worker_pb2_grpc import WorkerServicer
 from mii.pulse import Pulse
+from mii.rpc.methods import answered_once
 
 Counters = Callable[[], StatusResponse]
 
@@ -55,7 +53,7 @@ def all_open(links: Sequence[socket.socket]) -> bool:
     return True
 
 
-class WorkerStatus(WorkerServicer):
+class WorkerStatus:
     """Serves mii.v1.Worker.
 
     Args:
@@ -67,9 +65,12 @@ class WorkerStatus(WorkerServicer):
         self._start = start
         self._counters = counters
 
-    async def Status(
-        self, request: StatusRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> StatusResponse:
+    @property
+    def handlers(self) -> Mapping[str, Handler]:
+        """By path."""
+        return {"/mii.v1.Worker/Status": answered_once(StatusRequest, self._status)}
+
+    async def _status(self, request: StatusRequest, call: ServerCall) -> StatusResponse:
         status = self._counters()
         status.replica = self._start.replica
         status.rank = self._start.rank

@@ -9,20 +9,29 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
 
-import grpc
-from grpc_health.v1 import health, health_pb2
-from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
-from grpc_reflection.v1alpha import reflection
-
-from mii.channel import server_options
+from mii.channel import MAX_MESSAGE_BYTES
+from mii.http2.limits import Limits
+from mii.http2.server import Server
 from mii.proto import inference_pb2, worker_pb2
-from mii.proto.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
-from mii.proto.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from mii.rpc import health, reflection
+from mii.rpc.health import Health
+from mii.rpc.methods import fault_of
+from mii.workers.ranks import WorkerStatus
+from mii.workers.servicer import Servicer
 
 _INFERENCE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 _WORKER: Final = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 _HOST: Final = "127.0.0.1"
+_BACKLOG: Final = 128
 _TICK_SECONDS: Final = 0.2
+# The router may have any number of requests under way, and give up as many at once.
+_LIMITS: Final = Limits(
+    max_message_bytes=MAX_MESSAGE_BYTES,
+    max_streams=2**20,
+    nuisances=2**31,
+    stream_window=2**22,
+    connection_window=2**26,
+)
 
 _Result = TypeVar("_Result")
 
@@ -74,44 +83,36 @@ class WorkerServer:
     Belongs to one event loop.
     """
 
-    def __init__(self, status: WorkerServicer, inference: InferenceServicer | None = None) -> None:
-        self._server = grpc.aio.server(options=server_options())
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # its types lack it
-        self._services = [_WORKER, health.SERVICE_NAME, reflection.SERVICE_NAME]
-        add_WorkerServicer_to_server(status, self._server)
-        if inference is not None:
-            self._services.append(_INFERENCE)
-            add_InferenceServicer_to_server(inference, self._server)
-        add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection(self._services, self._server)
+    def __init__(self, status: WorkerStatus, inference: Servicer | None = None) -> None:
+        services = [_WORKER] if inference is None else [_WORKER, _INFERENCE]
+        self._serving = True
+        self._health = Health([*services, *reflection.SERVICES], lambda: self._serving)
+        self._server = Server(
+            {
+                **status.handlers,
+                **(inference.handlers if inference is not None else {}),
+                **self._health.handlers,
+                **reflection.reflection_handlers([*services, health.SERVICE]),
+            },
+            limits=_LIMITS,
+            fault_of=fault_of,
+        )
 
     async def start(self, preferred_port: int) -> int:
         """Listen on the preferred port if it is free, else on any; return which it is."""
-        port = self._bind(preferred_port)
-        await self._server.start()
-        for service in ("", *self._services):
-            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+        try:
+            listener = socket.create_server((_HOST, preferred_port), backlog=_BACKLOG)
+        except OSError:
+            listener = socket.create_server((_HOST, 0), backlog=_BACKLOG)
+        port: int = listener.getsockname()[1]
+        await self._server.listen(listener)
         return port
 
     async def stop(self, grace: float) -> None:
         """Take no more calls, and give those under way `grace` seconds to end by themselves."""
-        await self._health.enter_graceful_shutdown()
+        self._serving = False
+        self._health.changed()
         await self._server.stop(grace)
-
-    def _bind(self, preferred_port: int) -> int:
-        # C-core says nothing of use about a port it cannot have, so ask the system first.
-        if preferred_port and _is_free(preferred_port):
-            with contextlib.suppress(RuntimeError):  # taken in this very moment
-                return int(self._server.add_insecure_port(f"{_HOST}:{preferred_port}"))
-        return int(self._server.add_insecure_port(f"{_HOST}:0"))
-
-
-def _is_free(port: int) -> bool:
-    try:
-        socket.create_server((_HOST, port)).close()
-    except OSError:
-        return False
-    return True
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

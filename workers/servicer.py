@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, TypeVar
-
-import grpc
+from typing import Final, TypeVar
 
 from mii.config import EngineConfig
 from mii.engine.generator import Usage as EngineUsage
@@ -20,6 +18,7 @@ from mii.engine.plan import TokenLogprobs as EngineLogprobs
 from mii.engine.prompts import ChatPrompt, GenerationRequest, PromptProcessor
 from mii.engine.prompts import Prompt as EnginePrompt
 from mii.errors import InvalidArgument, MIIError, Unavailable
+from mii.http2.server import Handler, ServerCall
 from mii.messages import (
     ACCEPTED_KEY,
     check_model,
@@ -47,8 +46,7 @@ from mii.proto.inference_pb2 import (
     TokenLogprobs,
     Usage,
 )
-from mii.proto.inference_pb2_grpc import InferenceServicer
-from mii.status import errors_as_status
+from mii.rpc.methods import answered_by_stream, answered_once, errors_as_status
 from mii.workers.loop import EngineLoop, Piece
 
 _PROMPT_THREADS: Final = 2
@@ -57,7 +55,6 @@ _PROMPT_THREADS: Final = 2
 _UNSTREAMED_TOKENS: Final = 64
 _NAMED_TOKENS: Final = 65536  # whose bytes are remembered, for log-probabilities
 
-Context = grpc.aio.ServicerContext[Any, Any]
 _Result = TypeVar("_Result")
 
 
@@ -70,7 +67,7 @@ class _Sequence:
     begun: bool = False  # a delta of it has been sent
 
 
-class Servicer(InferenceServicer):
+class Servicer:
     """Serves one engine.
 
     Args:
@@ -87,21 +84,34 @@ class Servicer(InferenceServicer):
         self._threads = ThreadPoolExecutor(_PROMPT_THREADS, thread_name_prefix="prompts")
         self._bytes_of = lru_cache(_NAMED_TOKENS)(self._token_bytes)
 
-    # A coroutine that writes, not a generator: a cancelled one is cleaned up at once.
-    async def Generate(self, request: GenerateRequest, context: Context) -> None:  # type: ignore[override]
+    @property
+    def handlers(self) -> Mapping[str, Handler]:
+        """By path."""
+        return {
+            "/mii.v1.Inference/Generate": answered_by_stream(GenerateRequest, self._generate),
+            "/mii.v1.Inference/Tokenize": answered_once(TokenizeRequest, self._tokenize),
+            "/mii.v1.Inference/Detokenize": answered_once(DetokenizeRequest, self._detokenize),
+            "/mii.v1.Inference/ListModels": answered_once(ListModelsRequest, self._list_models),
+        }
+
+    async def _generate(self, request: GenerateRequest, call: ServerCall) -> None:
         request_id = request.request_id or new_request_id()
-        async with errors_as_status(context, request_id), self._unwell_without_memory():
+        with errors_as_status(request_id), self._unwell_without_memory():
             sequences = await self._aside(lambda: self._prepare(request, request_id))
             requests = [sequence.request for sequence in sequences]
-            least = 1 if request.stream else _UNSTREAMED_TOKENS
-            async with self._engine.submit(requests, least=least) as call:
-                await context.send_initial_metadata(((ACCEPTED_KEY, request_id),))
-                async for pieces in call:
-                    deltas = [self._delta(sequences[piece.index], piece) for piece in pieces]
-                    await context.write(GenerateResponse(deltas=deltas))
 
-    @asynccontextmanager
-    async def _unwell_without_memory(self) -> AsyncIterator[None]:
+            def send(pieces: list[Piece]) -> None:
+                deltas = [self._delta(sequences[piece.index], piece) for piece in pieces]
+                call.send(GenerateResponse(deltas=deltas).SerializeToString())
+
+            least = 1 if request.stream else _UNSTREAMED_TOKENS
+            async with self._engine.submit(requests, least=least) as answers:
+                call.send_initial_metadata(((ACCEPTED_KEY, request_id),))
+                call.on_writable(answers.pass_on)
+                await answers.send_to(send, lambda: call.writable)
+
+    @contextmanager
+    def _unwell_without_memory(self) -> Iterator[None]:
         """Have the process end when memory runs out: another worker can answer, this one cannot."""
         try:
             yield
@@ -111,23 +121,23 @@ class Servicer(InferenceServicer):
             self._engine.give_up(error)
             raise Unavailable("this worker has run out of memory") from None
 
-    async def Tokenize(self, request: TokenizeRequest, context: Context) -> TokenizeResponse:
-        async with errors_as_status(context, new_request_id()):
-            check_model(request.model, self._model.id)
-            check_prompt("prompt", request.prompt)
-            special = not request.HasField("add_special_tokens") or request.add_special_tokens
-            ids = await self._aside(
-                lambda: self._prompts.tokenize(engine_prompt(request.prompt), special)
-            )
-            return TokenizeResponse(ids=ids, max_length=self._model.max_length)
+    async def _tokenize(self, request: TokenizeRequest, call: ServerCall) -> TokenizeResponse:
+        check_model(request.model, self._model.id)
+        check_prompt("prompt", request.prompt)
+        special = not request.HasField("add_special_tokens") or request.add_special_tokens
+        ids = await self._aside(
+            lambda: self._prompts.tokenize(engine_prompt(request.prompt), special)
+        )
+        return TokenizeResponse(ids=ids, max_length=self._model.max_length)
 
-    async def Detokenize(self, request: DetokenizeRequest, context: Context) -> DetokenizeResponse:
-        async with errors_as_status(context, new_request_id()):
-            check_model(request.model, self._model.id)
-            text = await self._aside(lambda: self._decode(request.ids, request.keep_special_tokens))
-            return DetokenizeResponse(text=text)
+    async def _detokenize(self, request: DetokenizeRequest, call: ServerCall) -> DetokenizeResponse:
+        check_model(request.model, self._model.id)
+        text = await self._aside(lambda: self._decode(request.ids, request.keep_special_tokens))
+        return DetokenizeResponse(text=text)
 
-    async def ListModels(self, request: ListModelsRequest, context: Context) -> ListModelsResponse:
+    async def _list_models(
+        self, request: ListModelsRequest, call: ServerCall
+    ) -> ListModelsResponse:
         return ListModelsResponse(models=[self._model])
 
     async def _aside(self, work: Callable[[], _Result]) -> _Result:

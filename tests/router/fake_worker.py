@@ -1,4 +1,4 @@
-"""A worker without an engine: a real gRPC server that answers a prompt with the prompt's own words.
+"""A worker without an engine: a server of `grpc.aio`'s that answers a prompt with its own words.
 
 Each word is one token. Words in angle brackets make it misbehave, see `FakeWorker._act`.
 Run as a program it serves until it is killed, and prints its port first.
@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -20,7 +21,6 @@ from grpc_health.v1 import health
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
-from mii.channel import server_options
 from mii.errors import ContextLengthExceeded, InvalidArgument, Overloaded, Unavailable
 from mii.proto.inference_pb2 import (
     DetokenizeRequest,
@@ -39,12 +39,25 @@ from mii.proto.inference_pb2 import (
     Usage,
 )
 from mii.proto.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
-from mii.status import errors_as_status
+from mii.status import known_error, status_of
 
 MODEL = "acme/echo-1"
 CONTEXT = 1000  # words
+_OPTIONS = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 2**27)]
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@asynccontextmanager
+async def errors_as_status(context: Context, request_id: str) -> AsyncIterator[None]:
+    """End the call of `context` with the right status when the block raises."""
+    try:
+        yield
+    except (asyncio.CancelledError, grpc.aio.AbortError):
+        raise
+    except Exception as error:
+        status = status_of(known_error(error, request_id))
+        await context.abort(status.code, status.message, status.metadata)
 
 
 def words_of(prompt: Prompt) -> list[str]:
@@ -78,7 +91,7 @@ class FakeWorker(InferenceServicer):
 
     async def start(self, port: int = 0) -> None:
         """Serve, on the port of last time if there was one."""
-        self._server = grpc.aio.server(options=server_options())
+        self._server = grpc.aio.server(options=_OPTIONS)
         add_InferenceServicer_to_server(self, self._server)
         add_HealthServicer_to_server(self.health, self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{port or self.port}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mii import control
-from mii.errors import InternalError, Overloaded
+from mii.errors import InternalError, Overloaded, SlowReader
 from mii.proto.inference_pb2 import GenerateRequest, GenerateResponse, Prompt, SequenceDelta
 from mii.router.balancer import RoundRobin
 from mii.router.limits import RequestLimit
@@ -21,53 +22,47 @@ from mii.router.replicas import Replicas
 Piece = tuple[int, str, str]  # choice, text, finish reason
 
 
-class ScriptedCall:
-    """Gives the messages that the prompt's script says, each after a number of loop turns."""
-
-    def __init__(self, script: list[tuple[int, list[Piece]]]) -> None:
-        self._script = iter(script)
-        self.cancelled = False
-
-    def __aiter__(self) -> ScriptedCall:
-        return self
-
-    async def __anext__(self) -> GenerateResponse:
-        step = next(self._script, None)
-        if step is None:
-            raise StopAsyncIteration
-        turns, pieces = step
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        return GenerateResponse(
-            deltas=[
-                SequenceDelta(choice_index=choice, text=text, finish_reason=reason)
-                for choice, text, reason in pieces
-            ]
-        )
-
-    async def accepted(self) -> None:
-        return None
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-
 class ScriptedTransport:
-    """A worker whose answer to the prompt "3" is the third script."""
+    """A worker whose answer to the prompt "3" is the third script.
+
+    A script's messages come each after a number of loop turns.
+    """
 
     def __init__(self, scripts: list[Any]) -> None:
         self._scripts = scripts
-        self.calls: dict[int, ScriptedCall] = {}
+        self.cancelled: set[int] = set()
 
-    def generate(self, request: GenerateRequest, timeout: float | None) -> ScriptedCall:
+    async def generate(
+        self,
+        request: GenerateRequest,
+        timeout: float | None,
+        on_accepted: Callable[[], None],
+        on_message: Callable[[GenerateResponse], None],
+    ) -> None:
         prompt = int(request.prompts[0].text)
-        self.calls[prompt] = ScriptedCall(self._scripts[prompt])
-        return self.calls[prompt]
+        on_accepted()
+        try:
+            for turns, pieces in self._scripts[prompt]:
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                on_message(message_of(pieces))
+        except asyncio.CancelledError:
+            self.cancelled.add(prompt)
+            raise
 
     async def close(self) -> None:
         return None
 
     tokenize = detokenize = list_models = status = healthy = close
+
+
+def message_of(pieces: list[Piece]) -> GenerateResponse:
+    return GenerateResponse(
+        deltas=[
+            SequenceDelta(choice_index=choice, text=text, finish_reason=reason)
+            for choice, text, reason in pieces
+        ]
+    )
 
 
 def relay_of(scripts: list[Any], limit: int = 10) -> Relay:
@@ -132,14 +127,60 @@ async def test_merged_messages_stay_small_enough_for_any_client() -> None:
     assert sum(sizes) > 4_000_000 and max(sizes) <= 2**20
 
 
-async def test_a_client_that_does_not_read_holds_up_the_workers() -> None:
-    endless = [(0, [(0, "a", "")])] * 100_000
-    script = iter(endless)
-    async with relay_of([script]).generate(request_of([script])) as generation:
-        for _ in range(5000):
+async def test_a_client_that_does_not_read_is_cut_off_by_name_and_its_work_cancelled() -> None:
+    text = "x" * 100_000
+    endless = [(1, [(0, text, "")])] * 100_000
+    transport = ScriptedTransport([endless, endless])
+    async with relay_over(transport).generate(request_of([0, 1])) as generation:
+        for _ in range(500):
             await asyncio.sleep(0)
-        assert len(list(script)) > 99_000
-        await generation.close()
+        with pytest.raises(SlowReader, match="unread"):
+            async for _ in generation:
+                pass
+    assert transport.cancelled
+
+
+async def test_an_answer_that_is_not_streamed_may_be_of_any_size() -> None:
+    scripts = [[(0, [(0, "x" * 1_000_000, "stop")])]] * 10
+    request = request_of(scripts)
+    request.stream = False
+    async with relay_of(scripts).generate(request) as generation:
+        for _ in range(100):
+            await asyncio.sleep(0)
+        sizes = [message.ByteSize() async for message in generation]
+    assert sum(sizes) > 10_000_000
+
+
+class Client:
+    """A sink with room for so many messages at a time."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.texts: list[str] = []
+
+    @property
+    def writable(self) -> bool:
+        return self.room > 0
+
+    def take(self, message: GenerateResponse) -> None:
+        assert self.room > 0
+        self.room -= 1
+        self.texts.append("".join(delta.text for delta in message.deltas))
+
+
+async def test_a_sink_gets_all_in_order_and_nothing_while_it_has_no_room() -> None:
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    script = [(1, [(0, letter, "")]) for letter in letters] + [(1, [(0, ".", "stop")])]
+    client = Client(room=3)
+    async with relay_of([script]).generate(request_of([script])) as generation:
+        sent = asyncio.ensure_future(generation.send_to(client))
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert client.texts == ["a", "b", "c"] and not sent.done()
+        client.room = 1
+        generation.pass_on()
+        await sent
+    assert client.texts == ["a", "b", "c", letters[3:] + "."]
 
 
 async def test_what_came_before_an_error_is_told_before_it() -> None:
@@ -159,7 +200,7 @@ async def test_an_error_cancels_the_other_prompts_even_if_the_client_does_not_re
     async with relay_over(transport).generate(request_of(scripts)):
         for _ in range(50):
             await asyncio.sleep(0)
-        assert transport.calls[0].cancelled and transport.calls[1].cancelled
+        assert transport.cancelled == {0}
 
 
 async def test_an_answer_that_goes_on_after_its_end_is_an_error() -> None:

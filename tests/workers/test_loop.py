@@ -15,7 +15,7 @@ from mii.engine.generator import Delta
 from mii.errors import Unavailable
 from mii.proto.inference_pb2 import GenerateRequest, Prompt, SamplingParams
 from mii.proto.inference_pb2_grpc import InferenceStub
-from mii.workers.loop import EngineCall
+from mii.workers.loop import EngineCall, Piece
 from tests.fakes import continuation
 from tests.serving import ServedWorker
 from tests.workers.conftest import StartWorker
@@ -98,19 +98,43 @@ def test_a_call_given_up_before_its_turn_is_never_computed(start_worker: StartWo
     assert worker.stats().generated_tokens == 3
 
 
+class Reader:
+    """Takes pieces while it has room."""
+
+    def __init__(self, call: EngineCall) -> None:
+        self.room = True
+        self.pieces: list[Piece] = []
+        self.reading = asyncio.ensure_future(call.send_to(self.take, lambda: self.room))
+
+    def take(self, pieces: list[Piece]) -> None:
+        assert self.room
+        self.pieces += pieces
+
+
+async def reader_of(call: EngineCall) -> Reader:
+    reader = Reader(call)
+    await asyncio.sleep(0)
+    return reader
+
+
 async def test_what_waits_for_a_slow_reader_is_merged() -> None:
     call = EngineCall(2, least=1)
+    reader = await reader_of(call)
+    reader.room = False
     for step in range(1000):
         for index in range(2):
             call.deliver(index, delta(f"{step} ", step, "length" if step == 999 else None))
-    pieces = await anext(call)
-    assert [piece.index for piece in pieces] == [0, 1]
-    for piece in pieces:
+        call.pass_on()
+    await asyncio.sleep(0)
+    assert not reader.pieces and not reader.reading.done()
+    reader.room = True
+    call.pass_on()
+    await reader.reading
+    assert [piece.index for piece in reader.pieces] == [0, 1]
+    for piece in reader.pieces:
         assert "".join(piece.texts) == "".join(f"{step} " for step in range(1000))
         assert piece.token_ids == list(range(1000))
         assert piece.finish_reason == "length"
-    with pytest.raises(StopAsyncIteration):
-        await anext(call)
 
 
 async def test_what_a_step_gives_a_call_comes_together() -> None:
@@ -118,25 +142,51 @@ async def test_what_a_step_gives_a_call_comes_together() -> None:
     call.deliver(0, delta("a", 1))
     call.deliver(1, delta("b", 2, "stop"))
     call.deliver(2, delta("c", 3))
-    assert sorted(piece.index for piece in await anext(call)) == [0, 1, 2]
+    reader = await reader_of(call)
+    assert sorted(piece.index for piece in reader.pieces) == [0, 1, 2]
 
 
-async def test_whole_answers_wake_nobody_before_they_have_ended() -> None:
+async def test_whole_answers_come_only_when_they_have_ended() -> None:
     call = EngineCall(2, least=64)
-    reading = asyncio.ensure_future(anext(call))
+    reader = await reader_of(call)
     call.deliver(0, delta("a", 1))
     call.deliver(1, delta("b", 2))
-    for _ in range(3):
-        await asyncio.sleep(0)
-    assert not reading.done()
+    call.pass_on()
+    assert not reader.pieces
     call.deliver(1, delta("c", 3, "stop"))
-    (piece,) = await reading
+    call.pass_on()
+    (piece,) = reader.pieces
     assert (piece.index, piece.texts, piece.token_ids) == (1, ["b", "c"], [2, 3])
     assert call.running
     call.deliver(0, delta("d", 4, "stop"))
-    (piece,) = await anext(call)
-    assert (piece.index, piece.token_ids) == (0, [1, 4])
+    call.pass_on()
+    await reader.reading
+    assert (reader.pieces[1].index, reader.pieces[1].token_ids) == (0, [1, 4])
     assert not call.running
+
+
+async def test_what_came_before_an_error_is_not_lost() -> None:
+    call = EngineCall(1, least=1)
+    call.deliver(0, delta("a", 1))
+    call.fail(Unavailable("gone"))
+    reader = await reader_of(call)
+    assert [piece.token_ids for piece in reader.pieces] == [[1]]
+    with pytest.raises(Unavailable):
+        await reader.reading
+
+
+async def test_a_sink_that_fails_ends_its_call_with_its_error() -> None:
+    call = EngineCall(1, least=1)
+
+    def fail(pieces: list[Piece]) -> None:
+        raise ZeroDivisionError
+
+    sending = asyncio.ensure_future(call.send_to(fail, lambda: True))
+    await asyncio.sleep(0)
+    call.deliver(0, delta("a", 1))
+    call.pass_on()
+    with pytest.raises(ZeroDivisionError):
+        await sending
 
 
 def test_a_worker_without_memory_ends_so_that_another_one_can_answer(
@@ -157,15 +207,6 @@ def test_a_worker_without_memory_ends_so_that_another_one_can_answer(
     worker.model.open.set()
     worker.engine_thread.join(10)
     assert "start new thread" in str(worker.error)
-
-
-async def test_what_came_before_an_error_is_not_lost() -> None:
-    call = EngineCall(1, least=1)
-    call.deliver(0, delta("a", 1))
-    call.fail(Unavailable("gone"))
-    assert [piece.token_ids for piece in await anext(call)] == [[1]]
-    with pytest.raises(Unavailable):
-        await anext(call)
 
 
 def delta(text: str, token: int, finish_reason: str | None = None) -> Delta:

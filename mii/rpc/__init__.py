@@ -1,0 +1,1 @@
+"""gRPC services on `mii.http2`: typed methods, errors as statuses, health, reflection."""

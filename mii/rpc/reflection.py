@@ -1,0 +1,36 @@
+"""Server reflection: by it grpcurl and its like find services and their messages."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+from google.protobuf.message import DecodeError
+from grpc_reflection.v1alpha.reflection import ReflectionServicer
+from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
+
+from mii.http2.grpc_wire import CallFault, StatusCode
+from mii.http2.server import Handler, ServerCall
+
+# The two versions have the same messages but for their package.
+SERVICES: Final = (
+    "grpc.reflection.v1.ServerReflection",
+    "grpc.reflection.v1alpha.ServerReflection",
+)
+
+
+def reflection_handlers(services: Collection[str]) -> Mapping[str, Handler]:
+    """Return the handlers, by path, of the service that tells of `services` and of itself."""
+    servicer: Any = ReflectionServicer([*services, *SERVICES])
+
+    async def reflect(call: ServerCall) -> None:
+        while (body := await call.receive()) is not None:
+            try:
+                request = ServerReflectionRequest.FromString(body)
+            except DecodeError:
+                raise CallFault(StatusCode.INVALID_ARGUMENT, "not a reflection request") from None
+            # The library's servicer answers each message of a stream by itself.
+            for response in servicer.ServerReflectionInfo(iter((request,)), None):
+                call.send(response.SerializeToString())
+
+    return {f"/{service}/ServerReflectionInfo": reflect for service in SERVICES}
