@@ -16,7 +16,7 @@ lint: setup ## style, types, and who may import whom
 test: lint ## what CI runs
 	.venv/bin/python -m pytest -q
 
-full-test: lint ## the long forms of the checks, too (about an hour on 2 cores)
+full-test: lint ## the long forms of the checks, too, and property tests with new examples (about an hour on 2 cores)
 	.venv/bin/python -m pytest -q --full
 
 chaos: setup ## ten minutes of clients that ask while workers are killed under them

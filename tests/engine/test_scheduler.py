@@ -65,9 +65,12 @@ class Simulation:
         plan = self.scheduler.schedule()
         if plan is not None:
             self.plans.append(plan)
-            budget = self.token_budget
-            if not any(s.from_device or s.start >= s.rope_length for s in plan.sequences):
-                budget = max(budget, self.max_tokens)
+            # Tokens of a preempted sequence that are computed again are a prompt's, not decodes.
+            decodes = any(
+                s.num_tokens == 1 and s.samples and (s.from_device or s.start >= s.rope_length)
+                for s in plan.sequences
+            )
+            budget = self.token_budget if decodes else max(self.token_budget, self.max_tokens)
             assert 0 < plan.num_tokens <= budget
             assert len(plan.sequences) <= self.max_sequences
             assert all(
