@@ -317,6 +317,11 @@ class Server:
         self._listeners: list[asyncio.Server] = []
         self._draining = False
 
+    @property
+    def calls_under_way(self) -> int:
+        """How many there are."""
+        return len(self._calls)
+
     def protocol(self) -> Connection:
         """Return the protocol for a connection that a client has opened."""
         return _ServerConnection(self)
