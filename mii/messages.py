@@ -10,13 +10,13 @@ from typing import Any, Final
 from mii.engine.params import Defaults, check_params
 from mii.errors import InvalidArgument, ModelNotFound, shorten
 from mii.proto import inference_pb2
-from mii.proto.inference_pb2 import GenerateRequest, Prompt, SamplingParams
+from mii.proto.inference_pb2 import GenerateRequest, GuidedChoice, Prompt, SamplingParams
 
 MAX_SEQUENCES: Final = 4096  # of one request: prompts times answers to each
 MAX_NAME: Final = 256  # characters of a request id or a model's name
 # Bytes of sampling parameters: more than all of them at their limits take. And of one JSON text,
 # which takes a second to read: a million tokens' text is well below it.
-MAX_SAMPLING_BYTES: Final = 2**20
+MAX_SAMPLING_BYTES: Final = 2**21
 MAX_JSON_BYTES: Final = 2**24
 # Bytes of the sampling parameters of one request's prompts together: each takes a copy along.
 MAX_COPIED_BYTES: Final = 2**27
@@ -130,6 +130,8 @@ def sampling_values(sampling: SamplingParams) -> dict[str, object]:
             values[field.name] = dict(value)
         elif field.name in ("stop", "stop_token_ids"):
             values[field.name] = list(value)
+        elif field.name == "guided_choice":
+            values[field.name] = list(value.texts)
         else:
             values[field.name] = value
     return values
@@ -140,6 +142,8 @@ def sampling_message(checked: Mapping[str, Any]) -> SamplingParams:
     values = dict(checked)
     if "logit_bias" in values:
         values["logit_bias"] = dict(values["logit_bias"])
+    if "guided_choice" in values:
+        values["guided_choice"] = GuidedChoice(texts=values["guided_choice"])
     return SamplingParams(**values)
 
 

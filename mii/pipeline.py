@@ -240,6 +240,8 @@ class MIIPipeline:
                     self._others.check()  # a rank's own words say more
                     raise
                 for delta in deltas:
+                    if delta.failure:
+                        raise InvalidArgument(f"an answer cannot go on: {delta.failure}")
                     response = _respond(calls[delta.handle], delta, pieces)
                     if delta.finish_reason is not None:
                         open_calls.discard(delta.handle)

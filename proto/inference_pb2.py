@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19mii/proto/inference.proto\x12\x06mii.v1\"\xda\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1f\n\x07prompts\x18\x03 \x03(\x0b\x32\x0e.mii.v1.Prompt\x12(\n\x08sampling\x18\x04 \x01(\x0b\x32\x16.mii.v1.SamplingParams\x12\x0e\n\x06stream\x18\x05 \x01(\x08\x12\"\n\x08\x64\x65\x66\x61ults\x18\x06 \x01(\x0e\x32\x10.mii.v1.Defaults\x12%\n\x06resume\x18\x07 \x03(\x0b\x32\x15.mii.v1.PartialAnswer\"8\n\rPartialAnswer\x12\x14\n\x0c\x63hoice_index\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\"h\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12%\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x10.mii.v1.TokenIdsH\x00\x12\x1c\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0c.mii.v1.ChatH\x00\x42\t\n\x07\x63ontent\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\x8e\x01\n\x04\x43hat\x12\x15\n\rmessages_json\x18\x01 \x01(\t\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12\x1d\n\x15\x61\x64\x64_generation_prompt\x18\x03 \x01(\x08\x12\x1e\n\x16\x63ontinue_final_message\x18\x04 \x01(\x08\x12\x1c\n\x14template_kwargs_json\x18\x05 \x01(\t\"\xa9\x06\n\x0eSamplingParams\x12\x1b\n\x0emax_new_tokens\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x17\n\nmax_length\x18\x02 \x01(\x03H\x01\x88\x01\x01\x12\x1b\n\x0emin_new_tokens\x18\x03 \x01(\x03H\x02\x88\x01\x01\x12\x16\n\tdo_sample\x18\x04 \x01(\x08H\x03\x88\x01\x01\x12\x18\n\x0btemperature\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x12\n\x05top_k\x18\x06 \x01(\x03H\x05\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x12\n\x05min_p\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x01H\x08\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\n \x01(\x01H\t\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0b \x01(\x01H\n\x88\x01\x01\x12\x39\n\nlogit_bias\x18\x0c \x03(\x0b\x32%.mii.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\r \x01(\x03H\x0b\x88\x01\x01\x12\x0e\n\x01n\x18\x0e \x01(\x03H\x0c\x88\x01\x01\x12\x0c\n\x04stop\x18\x0f \x03(\t\x12\x16\n\x0estop_token_ids\x18\x10 \x03(\x05\x12\x17\n\nignore_eos\x18\x11 \x01(\x08H\r\x88\x01\x01\x12\x15\n\x08logprobs\x18\x12 \x01(\x03H\x0e\x88\x01\x01\x12\x1d\n\x10return_full_text\x18\x13 \x01(\x08H\x0f\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x11\n\x0f_max_new_tokensB\r\n\x0b_max_lengthB\x11\n\x0f_min_new_tokensB\x0c\n\n_do_sampleB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x04\n\x02_nB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x13\n\x11_return_full_text\"9\n\x10GenerateResponse\x12%\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x15.mii.v1.SequenceDelta\"\xe2\x01\n\rSequenceDelta\x12\x14\n\x0cprompt_index\x18\x01 \x01(\x05\x12\x14\n\x0c\x63hoice_index\x18\x02 \x01(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\x05\x12\'\n\x08logprobs\x18\x05 \x03(\x0b\x32\x15.mii.v1.TokenLogprobs\x12\x15\n\rfinish_reason\x18\x06 \x01(\t\x12\x1c\n\x05usage\x18\x07 \x01(\x0b\x32\r.mii.v1.Usage\x12\x17\n\nstop_match\x18\x08 \x01(\tH\x00\x88\x01\x01\x42\r\n\x0b_stop_match\"Y\n\rTokenLogprobs\x12%\n\x07sampled\x18\x01 \x01(\x0b\x32\x14.mii.v1.TokenLogprob\x12!\n\x03top\x18\x02 \x03(\x0b\x32\x14.mii.v1.TokenLogprob\"@\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\r\n\x05token\x18\x03 \x01(\x0c\"\xa3\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x03\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x03\x12\x15\n\rcached_tokens\x18\x03 \x01(\x03\x12\x15\n\rqueue_seconds\x18\x04 \x01(\x01\x12#\n\x1btime_to_first_token_seconds\x18\x05 \x01(\x01\x12\x15\n\rtotal_seconds\x18\x06 \x01(\x01\"x\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1e\n\x06prompt\x18\x02 \x01(\x0b\x32\x0e.mii.v1.Prompt\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x15\n\x13_add_special_tokens\"3\n\x10TokenizeResponse\x12\x0b\n\x03ids\x18\x01 \x03(\x05\x12\x12\n\nmax_length\x18\x02 \x01(\x03\"L\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\x05\x12\x1b\n\x13keep_special_tokens\x18\x03 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"3\n\x12ListModelsResponse\x12\x1d\n\x06models\x18\x01 \x03(\x0b\x32\r.mii.v1.Model\"\x86\x01\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x02 \x01(\t\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x03\x12\x12\n\nmax_length\x18\x04 \x01(\x03\x12\x12\n\nvocab_size\x18\x05 \x01(\x03\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x12\r\n\x05\x64type\x18\x07 \x01(\t*0\n\x08\x44\x65\x66\x61ults\x12\x10\n\x0c\x44\x45\x46\x41ULTS_MII\x10\x00\x12\x12\n\x0e\x44\x45\x46\x41ULTS_MODEL\x10\x01\x32\x95\x02\n\tInference\x12?\n\x08Generate\x12\x17.mii.v1.GenerateRequest\x1a\x18.mii.v1.GenerateResponse0\x01\x12=\n\x08Tokenize\x12\x17.mii.v1.TokenizeRequest\x1a\x18.mii.v1.TokenizeResponse\x12\x43\n\nDetokenize\x12\x19.mii.v1.DetokenizeRequest\x1a\x1a.mii.v1.DetokenizeResponse\x12\x43\n\nListModels\x12\x19.mii.v1.ListModelsRequest\x1a\x1a.mii.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19mii/proto/inference.proto\x12\x06mii.v1\"\xda\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1f\n\x07prompts\x18\x03 \x03(\x0b\x32\x0e.mii.v1.Prompt\x12(\n\x08sampling\x18\x04 \x01(\x0b\x32\x16.mii.v1.SamplingParams\x12\x0e\n\x06stream\x18\x05 \x01(\x08\x12\"\n\x08\x64\x65\x66\x61ults\x18\x06 \x01(\x0e\x32\x10.mii.v1.Defaults\x12%\n\x06resume\x18\x07 \x03(\x0b\x32\x15.mii.v1.PartialAnswer\"8\n\rPartialAnswer\x12\x14\n\x0c\x63hoice_index\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\"h\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12%\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x10.mii.v1.TokenIdsH\x00\x12\x1c\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0c.mii.v1.ChatH\x00\x42\t\n\x07\x63ontent\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\x8e\x01\n\x04\x43hat\x12\x15\n\rmessages_json\x18\x01 \x01(\t\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12\x1d\n\x15\x61\x64\x64_generation_prompt\x18\x03 \x01(\x08\x12\x1e\n\x16\x63ontinue_final_message\x18\x04 \x01(\x08\x12\x1c\n\x14template_kwargs_json\x18\x05 \x01(\t\"\xaa\x07\n\x0eSamplingParams\x12\x1b\n\x0emax_new_tokens\x18\x01 \x01(\x03H\x01\x88\x01\x01\x12\x17\n\nmax_length\x18\x02 \x01(\x03H\x02\x88\x01\x01\x12\x1b\n\x0emin_new_tokens\x18\x03 \x01(\x03H\x03\x88\x01\x01\x12\x16\n\tdo_sample\x18\x04 \x01(\x08H\x04\x88\x01\x01\x12\x18\n\x0btemperature\x18\x05 \x01(\x01H\x05\x88\x01\x01\x12\x12\n\x05top_k\x18\x06 \x01(\x03H\x06\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x01H\x07\x88\x01\x01\x12\x12\n\x05min_p\x18\x08 \x01(\x01H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x01H\t\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\n \x01(\x01H\n\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0b \x01(\x01H\x0b\x88\x01\x01\x12\x39\n\nlogit_bias\x18\x0c \x03(\x0b\x32%.mii.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\r \x01(\x03H\x0c\x88\x01\x01\x12\x0e\n\x01n\x18\x0e \x01(\x03H\r\x88\x01\x01\x12\x0c\n\x04stop\x18\x0f \x03(\t\x12\x16\n\x0estop_token_ids\x18\x10 \x03(\x05\x12\x17\n\nignore_eos\x18\x11 \x01(\x08H\x0e\x88\x01\x01\x12\x15\n\x08logprobs\x18\x12 \x01(\x03H\x0f\x88\x01\x01\x12\x1d\n\x10return_full_text\x18\x13 \x01(\x08H\x10\x88\x01\x01\x12\x15\n\x0bguided_json\x18\x14 \x01(\tH\x00\x12\x16\n\x0cguided_regex\x18\x15 \x01(\tH\x00\x12\x18\n\x0eguided_grammar\x18\x16 \x01(\tH\x00\x12-\n\rguided_choice\x18\x17 \x01(\x0b\x32\x14.mii.v1.GuidedChoiceH\x00\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x07\n\x05guideB\x11\n\x0f_max_new_tokensB\r\n\x0b_max_lengthB\x11\n\x0f_min_new_tokensB\x0c\n\n_do_sampleB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x04\n\x02_nB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x13\n\x11_return_full_text\"\x1d\n\x0cGuidedChoice\x12\r\n\x05texts\x18\x01 \x03(\t\"9\n\x10GenerateResponse\x12%\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x15.mii.v1.SequenceDelta\"\xe2\x01\n\rSequenceDelta\x12\x14\n\x0cprompt_index\x18\x01 \x01(\x05\x12\x14\n\x0c\x63hoice_index\x18\x02 \x01(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\x05\x12\'\n\x08logprobs\x18\x05 \x03(\x0b\x32\x15.mii.v1.TokenLogprobs\x12\x15\n\rfinish_reason\x18\x06 \x01(\t\x12\x1c\n\x05usage\x18\x07 \x01(\x0b\x32\r.mii.v1.Usage\x12\x17\n\nstop_match\x18\x08 \x01(\tH\x00\x88\x01\x01\x42\r\n\x0b_stop_match\"Y\n\rTokenLogprobs\x12%\n\x07sampled\x18\x01 \x01(\x0b\x32\x14.mii.v1.TokenLogprob\x12!\n\x03top\x18\x02 \x03(\x0b\x32\x14.mii.v1.TokenLogprob\"@\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\r\n\x05token\x18\x03 \x01(\x0c\"\xa3\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x03\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x03\x12\x15\n\rcached_tokens\x18\x03 \x01(\x03\x12\x15\n\rqueue_seconds\x18\x04 \x01(\x01\x12#\n\x1btime_to_first_token_seconds\x18\x05 \x01(\x01\x12\x15\n\rtotal_seconds\x18\x06 \x01(\x01\"x\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1e\n\x06prompt\x18\x02 \x01(\x0b\x32\x0e.mii.v1.Prompt\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x15\n\x13_add_special_tokens\"3\n\x10TokenizeResponse\x12\x0b\n\x03ids\x18\x01 \x03(\x05\x12\x12\n\nmax_length\x18\x02 \x01(\x03\"L\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\x05\x12\x1b\n\x13keep_special_tokens\x18\x03 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"3\n\x12ListModelsResponse\x12\x1d\n\x06models\x18\x01 \x03(\x0b\x32\r.mii.v1.Model\"\x86\x01\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x02 \x01(\t\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x03\x12\x12\n\nmax_length\x18\x04 \x01(\x03\x12\x12\n\nvocab_size\x18\x05 \x01(\x03\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x12\r\n\x05\x64type\x18\x07 \x01(\t*0\n\x08\x44\x65\x66\x61ults\x12\x10\n\x0c\x44\x45\x46\x41ULTS_MII\x10\x00\x12\x12\n\x0e\x44\x45\x46\x41ULTS_MODEL\x10\x01\x32\x95\x02\n\tInference\x12?\n\x08Generate\x12\x17.mii.v1.GenerateRequest\x1a\x18.mii.v1.GenerateResponse0\x01\x12=\n\x08Tokenize\x12\x17.mii.v1.TokenizeRequest\x1a\x18.mii.v1.TokenizeResponse\x12\x43\n\nDetokenize\x12\x19.mii.v1.DetokenizeRequest\x1a\x1a.mii.v1.DetokenizeResponse\x12\x43\n\nListModels\x12\x19.mii.v1.ListModelsRequest\x1a\x1a.mii.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_DEFAULTS']._serialized_start=2515
-  _globals['_DEFAULTS']._serialized_end=2563
+  _globals['_DEFAULTS']._serialized_start=2675
+  _globals['_DEFAULTS']._serialized_end=2723
   _globals['_GENERATEREQUEST']._serialized_start=38
   _globals['_GENERATEREQUEST']._serialized_end=256
   _globals['_PARTIALANSWER']._serialized_start=258
@@ -46,33 +46,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHAT']._serialized_start=448
   _globals['_CHAT']._serialized_end=590
   _globals['_SAMPLINGPARAMS']._serialized_start=593
-  _globals['_SAMPLINGPARAMS']._serialized_end=1402
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1111
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1159
-  _globals['_GENERATERESPONSE']._serialized_start=1404
-  _globals['_GENERATERESPONSE']._serialized_end=1461
-  _globals['_SEQUENCEDELTA']._serialized_start=1464
-  _globals['_SEQUENCEDELTA']._serialized_end=1690
-  _globals['_TOKENLOGPROBS']._serialized_start=1692
-  _globals['_TOKENLOGPROBS']._serialized_end=1781
-  _globals['_TOKENLOGPROB']._serialized_start=1783
-  _globals['_TOKENLOGPROB']._serialized_end=1847
-  _globals['_USAGE']._serialized_start=1850
-  _globals['_USAGE']._serialized_end=2013
-  _globals['_TOKENIZEREQUEST']._serialized_start=2015
-  _globals['_TOKENIZEREQUEST']._serialized_end=2135
-  _globals['_TOKENIZERESPONSE']._serialized_start=2137
-  _globals['_TOKENIZERESPONSE']._serialized_end=2188
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2190
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2266
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2268
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2302
-  _globals['_LISTMODELSREQUEST']._serialized_start=2304
-  _globals['_LISTMODELSREQUEST']._serialized_end=2323
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2325
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2376
-  _globals['_MODEL']._serialized_start=2379
-  _globals['_MODEL']._serialized_end=2513
-  _globals['_INFERENCE']._serialized_start=2566
-  _globals['_INFERENCE']._serialized_end=2843
+  _globals['_SAMPLINGPARAMS']._serialized_end=1531
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1231
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1279
+  _globals['_GUIDEDCHOICE']._serialized_start=1533
+  _globals['_GUIDEDCHOICE']._serialized_end=1562
+  _globals['_GENERATERESPONSE']._serialized_start=1564
+  _globals['_GENERATERESPONSE']._serialized_end=1621
+  _globals['_SEQUENCEDELTA']._serialized_start=1624
+  _globals['_SEQUENCEDELTA']._serialized_end=1850
+  _globals['_TOKENLOGPROBS']._serialized_start=1852
+  _globals['_TOKENLOGPROBS']._serialized_end=1941
+  _globals['_TOKENLOGPROB']._serialized_start=1943
+  _globals['_TOKENLOGPROB']._serialized_end=2007
+  _globals['_USAGE']._serialized_start=2010
+  _globals['_USAGE']._serialized_end=2173
+  _globals['_TOKENIZEREQUEST']._serialized_start=2175
+  _globals['_TOKENIZEREQUEST']._serialized_end=2295
+  _globals['_TOKENIZERESPONSE']._serialized_start=2297
+  _globals['_TOKENIZERESPONSE']._serialized_end=2348
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2350
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2426
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2428
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2462
+  _globals['_LISTMODELSREQUEST']._serialized_start=2464
+  _globals['_LISTMODELSREQUEST']._serialized_end=2483
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2485
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2536
+  _globals['_MODEL']._serialized_start=2539
+  _globals['_MODEL']._serialized_end=2673
+  _globals['_INFERENCE']._serialized_start=2726
+  _globals['_INFERENCE']._serialized_end=3003
 # @@protoc_insertion_point(module_scope)

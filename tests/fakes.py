@@ -76,6 +76,7 @@ class ByteTokenizer:
 
     vocab_size = VOCAB
     eos_token_ids = frozenset({EOS})
+    special_ids = frozenset({EOS, BOS})
     has_chat_template = True
     byte_fallback: Mapping[int, int] = {}
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from mii.engine.generator import Delta, Generator, Usage
 from mii.engine.plan import StepPlan, TokenLogprobs
 from mii.engine.prompts import GenerationRequest
-from mii.errors import Leaving, MIIError, Unavailable
+from mii.errors import InvalidArgument, Leaving, MIIError, Unavailable
 from mii.pulse import Pulse
 from mii.status import known_error
 
@@ -72,8 +72,8 @@ class EngineCall:
 
     @property
     def running(self) -> bool:
-        """Whether the engine still works on a sequence of the call."""
-        return self._running > 0 and self._error is None
+        """Whether the engine may still work on a sequence of the call."""
+        return self._running > 0
 
     async def accepted(self) -> None:
         """Wait until the engine has queued all sequences.
@@ -128,6 +128,11 @@ class EngineCall:
 
     def deliver(self, index: int, delta: Delta) -> None:
         """Take in what a step has added to a sequence; `pass_on` is to follow."""
+        if delta.failure:
+            self.fail(
+                InvalidArgument(f"an answer cannot go on within its grammar: {delta.failure}")
+            )
+            return
         piece = self._pieces.get(index)
         if piece is None:
             piece = self._pieces[index] = Piece(index)
@@ -339,7 +344,7 @@ class EngineLoop:
         for delta in deltas:
             call, index = self._owners[delta.handle]
             news.append((call, index, delta))
-            if delta.finish_reason is not None:
+            if delta.finish_reason is not None or delta.failure:
                 self._forget(delta.handle, call)
         if news:
             self._tell(_deliver, news)

@@ -40,6 +40,7 @@ class Delta:
     finish_reason: str | None  # "stop" or "length" in the last delta
     stop_match: str | None  # the stop string that ended the sequence
     usage: Usage | None  # in the last delta
+    failure: str = ""  # why the sequence cannot go on, if it cannot: then all else says nothing
 
 
 @dataclass(slots=True)
@@ -48,6 +49,7 @@ class _Sequence:
 
     request: GenerationRequest
     scheduled: ScheduledRequest
+    sampling: SamplingState
     arrived: float
     detokenizer: Detokenizer | None
     stops: StopMatcher
@@ -91,11 +93,13 @@ class Generator:
             stop_ids=request.stop_ids,
             answer_ids=request.answer_ids,
         )
-        self.engine.add_request(scheduled, SamplingState.of(request))
+        sampling = SamplingState.of(request)
+        self.engine.add_request(scheduled, sampling)
         tokenizer = self.prompts.optional_tokenizer
         sequence = self._sequences[handle] = _Sequence(
             request=request,
             scheduled=scheduled,
+            sampling=sampling,
             arrived=time.monotonic(),
             detokenizer=Detokenizer(tokenizer) if tokenizer is not None else None,
             stops=StopMatcher(request.stop_strings),
@@ -118,7 +122,7 @@ class Generator:
         for update, logprobs in self.engine.step():
             sequence = self._sequences[update.uid]
             delta = self._advance(sequence, update, logprobs)
-            if delta.finish_reason is not None:
+            if delta.finish_reason is not None or delta.failure:
                 del self._sequences[update.uid]
                 if update.finish_reason is None:  # a stop string ended it, not the engine
                     self.engine.remove_request(update.uid)
@@ -141,6 +145,9 @@ class Generator:
     def _advance(
         self, sequence: _Sequence, update: TokenUpdate, logprobs: TokenLogprobs | None
     ) -> Delta:
+        failure = sequence.sampling.failure
+        if failure:
+            return Delta(update.uid, "", (), (), None, None, None, failure)
         sequence.num_generated += 1
         if sequence.first_token is None:
             sequence.first_token = time.monotonic()

@@ -7,6 +7,7 @@ answer into the context. What the engine sees afterwards is valid.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -21,6 +22,7 @@ MAX_STOP_LENGTH = 1024  # characters
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 4096
+MAX_GUIDED_CHOICES = 4096
 _MAX_INT = 2**31 - 1
 
 
@@ -57,6 +59,11 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # the k most probable tokens beside the sampled one; None: off
     return_full_text: bool = False
+    # What the answer's text must match: one of them at most.
+    guided_json: str | None = None  # a JSON schema, as text
+    guided_regex: str | None = None
+    guided_grammar: str | None = None  # Lark
+    guided_choice: tuple[str, ...] | None = None
 
     @property
     def greedy(self) -> bool:
@@ -170,6 +177,38 @@ def _token_of_key(key: object) -> int | None:
     return token if token is not None and 0 <= token <= _MAX_INT else None
 
 
+def _schema(name: str, value: object) -> str:
+    """Return a JSON schema as text."""
+    if isinstance(value, Mapping | bool):
+        try:
+            return json.dumps(value, separators=(",", ":"))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidArgument(f"{name} is no JSON schema: {error}", name) from None
+    if isinstance(value, str):
+        try:
+            json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise InvalidArgument(f"{name} is not JSON: {error}", name) from None
+        return value
+    raise InvalidArgument.of(name, value, "a JSON schema: an object, or a string with its JSON")
+
+
+def _source(name: str, value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise InvalidArgument.of(name, value, "a string that is not empty")
+    return value
+
+
+def _choice(name: str, value: object) -> tuple[str, ...]:
+    allowed = f"a list of 1 to {MAX_GUIDED_CHOICES} different strings, none of them empty"
+    if not isinstance(value, list | tuple) or not 1 <= len(value) <= MAX_GUIDED_CHOICES:
+        raise InvalidArgument.of(name, value, allowed)
+    for item in value:
+        if not isinstance(item, str) or not item:
+            raise InvalidArgument.of(name, item, allowed)
+    return tuple(dict.fromkeys(value))
+
+
 _CHECKS: dict[str, Callable[[str, object], Any]] = {
     "max_new_tokens": lambda name, value: _integer(name, value, 1, _MAX_INT),
     "max_length": lambda name, value: _integer(name, value, 1, _MAX_INT),
@@ -190,6 +229,10 @@ _CHECKS: dict[str, Callable[[str, object], Any]] = {
     "ignore_eos": _boolean,
     "logprobs": lambda name, value: _integer(name, value, 0, MAX_LOGPROBS),
     "return_full_text": _boolean,
+    "guided_json": _schema,
+    "guided_regex": _source,
+    "guided_grammar": _source,
+    "guided_choice": _choice,
 }
 
 PARAMETER_NAMES = tuple(_CHECKS)
@@ -218,6 +261,9 @@ def check_params(values: Mapping[str, object], where: str = "generate()") -> dic
             )
         checked[name] = _CHECKS[name](given, value)
         spelling[name] = given
+    guides = [given for name, given in spelling.items() if name.startswith("guided_")]
+    if len(guides) > 1:
+        raise InvalidArgument(f"give one of {' and '.join(guides)}: an answer has one", guides[1])
     low, high = checked.get("min_new_tokens", 0), checked.get("max_new_tokens")
     if high is not None and low > high:
         allowed = f"at most {spelling['max_new_tokens']}, which is {high}"

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mii.engine.grammar import Grammar, GrammarCompiler, Guide
 from mii.engine.params import (
     Defaults,
     SamplingParams,
@@ -46,6 +47,7 @@ class GenerationRequest:
     stop_ids: frozenset[int]  # ids that end the sequence
     stop_strings: tuple[str, ...]
     prefix_text: str = ""  # what the answer's text begins with
+    grammar: Grammar | None = None  # what the answer must match, at its beginning
     answer_ids: tuple[int, ...] = ()  # the answer so far, by another engine: to be gone on with
 
 
@@ -60,11 +62,12 @@ class ModelLimits:
 
 
 class PromptProcessor:
-    """Prepares requests. Has no state of its own: may be used from any thread."""
+    """Prepares requests. Keeps nothing of them: may be used from any thread."""
 
     def __init__(self, tokenizer: TokenizerLike | None, limits: ModelLimits) -> None:
         self.optional_tokenizer = tokenizer
         self.limits = limits
+        self._compiler: GrammarCompiler | None = None
 
     @property
     def tokenizer(self) -> TokenizerLike:
@@ -114,7 +117,8 @@ class PromptProcessor:
         stop_ids = frozenset(params.stop_token_ids)
         if params.stop:
             stop_ids |= special_stop_ids(params.stop, self.tokenizer)
-        if not params.ignore_eos:
+        grammar = self._grammar(params)
+        if grammar is not None or not params.ignore_eos:
             stop_ids |= self.limits.eos_ids
         request = GenerationRequest(
             request_id=request_id,
@@ -126,6 +130,7 @@ class PromptProcessor:
             stop_ids=stop_ids,
             stop_strings=params.stop,
             prefix_text=self._prompt_text(prompt, ids) if params.return_full_text else "",
+            grammar=grammar,
         )
         if resumed is None:
             resumed = {choice: () for choice in range(params.n)}
@@ -133,6 +138,14 @@ class PromptProcessor:
             self._resume(replace(request, choice_index=choice), answer)
             for choice, answer in resumed.items()
         ]
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        guide = Guide.of(params)
+        if guide is None:
+            return None
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(self.tokenizer, self.limits.vocab_size)
+        return self._compiler.compile(guide)
 
     def _resume(self, request: GenerationRequest, answer: Sequence[int]) -> GenerationRequest:
         """Let a request go on after the tokens of its answer so far."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from mii.engine.grammar import Grammar
 from mii.engine.params import SamplingParams
 from mii.engine.plan import TokenLogprobs
 from mii.kernels.sampling import Draw, Floats, apply_penalties, draw_tokens, most_probable
@@ -65,12 +66,14 @@ class SamplingState:
         choice: which of the prompt's answers this is.
         prompt_ids: the prompt; only the repetition penalty asks for it.
         stop_ids: ids that end the answer; not sampled before `params.min_new_tokens`.
+        grammar: what the answer must match; a fork of it is used.
     """
 
     __slots__ = (
         "_bias_ids",
         "_biases",
         "_counts",
+        "_grammar",
         "_prompt_ids",
         "_stop_ids",
         "choice",
@@ -87,6 +90,7 @@ class SamplingState:
         choice: int = 0,
         prompt_ids: Sequence[int] = (),
         stop_ids: Collection[int] = (),
+        grammar: Grammar | None = None,
     ) -> None:
         self.params = params
         self.seed = seed
@@ -98,6 +102,7 @@ class SamplingState:
         self._biases = np.array([bias for _, bias in params.logit_bias], dtype=np.float32)
         masked = sorted(stop_ids) if params.min_new_tokens > 0 else ()
         self._stop_ids = np.array(masked, dtype=np.int64)
+        self._grammar = grammar.fork() if grammar is not None else None
         self.replay(())
 
     @classmethod
@@ -109,6 +114,7 @@ class SamplingState:
             choice=request.choice_index,
             prompt_ids=request.prompt_ids,
             stop_ids=request.stop_ids,
+            grammar=request.grammar,
         )
 
     @property
@@ -120,28 +126,39 @@ class SamplingState:
             or bool(params.logit_bias)
             or params.logprobs is not None
             or len(self._stop_ids) > 0
+            or self._grammar is not None
         )
+
+    @property
+    def failure(self) -> str:
+        """Why the answer cannot go on; "" if it can."""
+        return self._grammar.failure if self._grammar is not None else ""
 
     def append(self, token: int) -> None:
         """Take notice of the answer's next token."""
         self.position += 1
         if self._counts is not None:
             self._counts.add(token)
+        if self._grammar is not None:
+            self._grammar.append(token)
 
     def replay(self, tokens: Iterable[int]) -> None:
         """Begin anew, with the answer's tokens so far."""
         self.position = 0
         self._counts = TokenCounts(self._prompt_ids) if self.params.has_penalties else None
+        if self._grammar is not None:
+            self._grammar.reset()
         for token in tokens:
             self.append(token)
 
     def adjust(self, logits: Floats) -> Floats:
-        """Return logits [V] with penalties, biases and the minimum length applied.
+        """Return logits [V] with penalties, biases, minimum length and grammar applied.
 
         The argument is not changed; it is returned itself where there is nothing to apply.
         """
         short = self.position < self.params.min_new_tokens and len(self._stop_ids) > 0
-        if self._counts is None and len(self._bias_ids) == 0 and not short:
+        grammar = self._grammar
+        if self._counts is None and len(self._bias_ids) == 0 and not short and grammar is None:
             return logits
         logits = logits.copy()
         if self._counts is not None:
@@ -154,8 +171,12 @@ class SamplingState:
                 frequency=self.params.frequency_penalty,
             )
         logits[self._bias_ids] += self._biases
-        if short:
+        allowed = grammar.allowed() if grammar is not None else None
+        # What must end has a shorter answer than asked for: nothing else may follow.
+        if short and (allowed is None or allowed.sum() > allowed[self._stop_ids].sum()):
             logits[self._stop_ids] = -np.inf
+        if allowed is not None:
+            logits[~allowed] = -np.inf
         return logits
 
     def draw(self) -> Draw:

@@ -50,6 +50,11 @@ class TokenizerLike(Protocol):
 
     def special_token_id(self, text: str) -> int | None: ...
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of special tokens."""
+        ...
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -85,7 +90,7 @@ class Tokenizer:
             for token_id, token in tokenizer.added_tokens_decoder.items()
             if token.special
         }
-        self._special_ids = frozenset(self._specials.values())
+        self.special_ids = frozenset(self._specials.values())
         is_bpe = self._backend is not None and type(self._backend.model).__name__ == "BPE"
         # transformers removes blanks before punctuation, if told to, from all but BPE's text.
         self._decodes_plainly = self._backend is not None and (
@@ -153,7 +158,7 @@ class Tokenizer:
             token = self._tokenizer.convert_ids_to_tokens(token_id)
         if token is None:
             return b""
-        if token_id in self._special_ids:
+        if token_id in self.special_ids:
             return str(token).encode()
         if self._is_byte_level:
             # As the decoder has it, a token that is not written in this alphabet is plain text.

@@ -15,9 +15,10 @@ from mii.proto.inference_pb2 import (
     Prompt,
     SamplingParams,
 )
+from mii.router.gateway import response_format
 
 _SAMPLING: Final = {*PARAMETER_NAMES, *ALIASES} - {"logprobs", "return_full_text", "max_length"}
-_READ: Final = _SAMPLING | {"model", "stream", "stream_options"}
+_READ: Final = _SAMPLING | response_format.FIELDS | {"model", "stream", "stream_options"}
 
 # What would change the answer and is not built, with the values by which nothing is asked for.
 _UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
@@ -25,12 +26,6 @@ _UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "modalities": (["text"],),
     "audio": (),
     "suffix": ("",),
@@ -128,7 +123,11 @@ def _sampling(body: Mapping[str, Any], own: Mapping[str, object]) -> SamplingPar
     limits = ("max_new_tokens", "max_tokens", "max_completion_tokens")
     if any(name in values for name in limits):
         own = {name: value for name, value in own.items() if name not in limits}
-    return sampling_message(check_params({**own, **values}, "this route"))
+    guides = response_format.guide_of(body)
+    twice = next((name for name in guides if name in values), None)
+    if twice is not None:
+        raise InvalidArgument(f"{twice} says again what the answer must match", twice)
+    return sampling_message(check_params({**own, **values, **guides}, "this route"))
 
 
 def _refuse_unsupported(body: Mapping[str, Any]) -> None:

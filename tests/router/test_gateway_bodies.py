@@ -186,7 +186,33 @@ def test_text_comes_back_as_it_went_in_and_as_ascii(
         ),
         (CHAT, {**messages(), "tool_choice": {"type": "function"}}, "tool_choice"),
         (CHAT, {**messages(), "functions": [{}]}, "functions"),
-        (CHAT, {**messages(), "guided_regex": "a+"}, "guided_regex"),
+        *[
+            (CHAT, {**messages(), **fields}, field)
+            for fields, field in [
+                ({"guided_regex": 5}, "guided_regex"),
+                ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+                ({"response_format": "json"}, "response_format"),
+                ({"response_format": {"type": "xml"}}, "response_format.type"),
+                (
+                    {"response_format": {"type": "json_schema"}},
+                    "response_format.json_schema",
+                ),
+                (
+                    {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+                    "response_format.json_schema.schema",
+                ),
+                (
+                    {"response_format": {"type": "json_object"}, "guided_json": {}},
+                    "guided_json",
+                ),
+                (
+                    {"response_format": {"type": "json_object"}, "guided_regex": "a"},
+                    "guided_json",
+                ),
+                ({"structured_outputs": {"xml": "a"}}, "structured_outputs"),
+                ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+            ]
+        ],
         *[
             (COMPLETIONS, {"prompt": "a", name: value}, name)
             for name, values in {

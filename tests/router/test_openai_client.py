@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -242,8 +243,6 @@ def test_what_clients_send_along_is_tolerated(client: openai.OpenAI) -> None:
     "unsupported",
     [
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
-        {"response_format": {"type": "json_object"}},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
         {"tool_choice": "required"},
     ],
 )
@@ -254,6 +253,42 @@ def test_what_is_not_built_is_refused_by_name(
         client.chat.completions.create(model=MODEL, messages=ask(), **unsupported)
     assert caught.value.param == next(iter(unsupported))
     assert requests_of(workers) == 0
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "guide", "value"),
+    [
+        ({"response_format": {"type": "json_object"}}, "guided_json", {"type": "object"}),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "strict": True, "schema": SCHEMA},
+                }
+            },
+            "guided_json",
+            SCHEMA,
+        ),
+        ({"extra_body": {"guided_json": SCHEMA}}, "guided_json", SCHEMA),
+        ({"extra_body": {"guided_json": json.dumps(SCHEMA)}}, "guided_json", SCHEMA),
+        ({"extra_body": {"structured_outputs": {"json": SCHEMA}}}, "guided_json", SCHEMA),
+        ({"extra_body": {"structured_outputs": {"regex": "a+"}}}, "guided_regex", "a+"),
+        ({"extra_body": {"guided_grammar": "start: A"}}, "guided_grammar", "start: A"),
+        ({"extra_body": {"guided_choice": ["a", "b"]}}, "guided_choice", ["a", "b"]),
+    ],
+)
+def test_what_the_answer_must_match_reaches_the_worker(
+    client: openai.OpenAI, workers: list[FakeWorker], fields: Any, guide: str, value: object
+) -> None:
+    client.chat.completions.create(model=MODEL, messages=ask(), **fields)
+    ((request,),) = [worker.requests for worker in workers if worker.requests]
+    got: Any = getattr(request.sampling, guide)
+    if guide == "guided_json":
+        got = json.loads(got)
+    assert (list(got.texts) if guide == "guided_choice" else got) == value
 
 
 @pytest.mark.parametrize("stream", [False, True])
