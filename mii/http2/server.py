@@ -322,6 +322,11 @@ class Server:
         """How many there are."""
         return len(self._calls)
 
+    @property
+    def held_bytes(self) -> int:
+        """Of requests that have not come in whole."""
+        return self._held_bytes
+
     def protocol(self) -> Connection:
         """Return the protocol for a connection that a client has opened."""
         return _ServerConnection(self)

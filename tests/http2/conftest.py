@@ -65,6 +65,15 @@ class Peer:
     def begin(self, settings: bytes = b"") -> None:
         self.send(PREFACE, frame(SETTINGS, 0, 0, settings))
 
+    async def drain(self) -> None:
+        await asyncio.wait_for(self._writer.drain(), 0.1)
+
+    def encode(self, headers: Mapping[str, str]) -> bytes:
+        return self._encoder.encode(list(headers.items()), huffman=False)
+
+    def decode(self, block: bytes) -> dict[str, str]:
+        return dict(self._decoder.decode(block))
+
     def block(self, path: str = "/a.B/Echo", **more: str) -> bytes:
         headers = {
             ":method": "POST",
@@ -74,13 +83,14 @@ class Peer:
             "te": "trailers",
             **more,
         }
-        return self._encoder.encode(list(headers.items()))
+        return self.encode(headers)
 
     def ask(self, stream: int, path: str = "/a.B/Echo", body: bytes = b"hi", **more: str) -> None:
-        self.send(
-            frame(HEADERS, END_HEADERS, stream, self.block(path, **more)),
-            frame(DATA, END_STREAM, stream, message(body)),
-        )
+        data = message(body)
+        self.send(frame(HEADERS, END_HEADERS, stream, self.block(path, **more)))
+        for at in range(0, len(data), 16384):
+            self.send(frame(DATA, 0, stream, data[at : at + 16384]))
+        self.send(frame(DATA, END_STREAM, stream))
 
     async def read(self) -> Frame:
         async with asyncio.timeout(SECONDS):
@@ -129,6 +139,7 @@ class Served:
     server: Server
     port: int
     noted: list[Any] = field(default_factory=list)
+    peers: list[Peer] = field(default_factory=list)
 
     @property
     def address(self) -> str:
@@ -137,6 +148,7 @@ class Served:
     async def connect(self, settings: bytes | None = b"") -> Peer:
         """Return a peer, which has begun unless `settings` is None."""
         peer = Peer(*await asyncio.open_connection("127.0.0.1", self.port))
+        self.peers.append(peer)
         if settings is not None:
             peer.begin(settings)
         return peer
@@ -159,7 +171,7 @@ Serve = Callable[..., Awaitable[Served]]
 
 
 @pytest.fixture
-async def serve() -> AsyncIterator[Serve]:
+async def serve(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Serve]:
     """Starts servers."""
     started: list[Served] = []
 
@@ -167,12 +179,19 @@ async def serve() -> AsyncIterator[Serve]:
         limits: Limits | None = None,
         tls: ssl.SSLContext | None = None,
         protocol: Callable[[Server], Callable[[], asyncio.Protocol]] | None = None,
+        housekeeping_seconds: float | None = None,
+        max_held_bytes: int = 2**29,
         **handlers: Handler,
     ) -> Served:
+        if housekeeping_seconds is not None:
+            monkeypatch.setattr("mii.http2.connection._HOUSEKEEPING_SECONDS", housekeeping_seconds)
         noted: list[Any] = []
         table = {f"/a.B/{name}": handler for name, handler in handlers.items()}
         server = Server(
-            {**standard_handlers(noted), **table}, limits=limits or Limits(), fault_of=fault_of
+            {**standard_handlers(noted), **table},
+            limits=limits or Limits(),
+            fault_of=fault_of,
+            max_held_bytes=max_held_bytes,
         )
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         await server.listen(listener, tls, protocol and protocol(server))
@@ -181,6 +200,8 @@ async def serve() -> AsyncIterator[Serve]:
 
     yield start
     for served in started:
+        for peer in served.peers:
+            peer.close()
         await served.server.stop(0)
 
 

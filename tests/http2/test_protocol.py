@@ -1,0 +1,304 @@
+"""What RFC 9113 says that a server must not take, by section, and how it is answered."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+import pytest
+
+from mii.http2.frames import ErrorCode
+from tests.http2.conftest import (
+    CONTINUATION,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    GOAWAY,
+    HEADERS,
+    PADDED,
+    PING,
+    PREFACE,
+    PRIORITY,
+    PUSH,
+    RST_STREAM,
+    SETTINGS,
+    WINDOW_UPDATE,
+    Peer,
+    Serve,
+    frame,
+    message,
+)
+
+E = ErrorCode
+
+
+def setting(key: int, value: int) -> bytes:
+    return struct.pack(">HI", key, value)
+
+
+def increment(value: int) -> bytes:
+    return struct.pack(">I", value)
+
+
+def opened(peer: Peer) -> bytes:
+    """HEADERS of a request on stream 1 whose body is still to come."""
+    return frame(HEADERS, END_HEADERS, 1, peer.block())
+
+
+CONNECTION_ERRORS: dict[str, tuple[Callable[[Peer], bytes], ErrorCode]] = {
+    "4.2 a frame beyond SETTINGS_MAX_FRAME_SIZE": (
+        lambda peer: frame(DATA, 0, 1, bytes(16385)),
+        E.FRAME_SIZE_ERROR,
+    ),
+    "4.3 a block that cannot be decoded": (
+        lambda peer: frame(HEADERS, END_HEADERS, 1, b"\xff\xff\xff\xff\xff\xff"),
+        E.COMPRESSION_ERROR,
+    ),
+    "4.3 another frame within a header block": (
+        lambda peer: frame(HEADERS, 0, 1, peer.block()) + frame(PING, 0, 0, bytes(8)),
+        E.PROTOCOL_ERROR,
+    ),
+    "5.1 DATA on an idle stream": (lambda peer: frame(DATA, 0, 1, b"x"), E.PROTOCOL_ERROR),
+    "5.1 RST_STREAM on an idle stream": (
+        lambda peer: frame(RST_STREAM, 0, 1, bytes(4)),
+        E.PROTOCOL_ERROR,
+    ),
+    "5.1 WINDOW_UPDATE on an idle stream": (
+        lambda peer: frame(WINDOW_UPDATE, 0, 1, increment(1)),
+        E.PROTOCOL_ERROR,
+    ),
+    "5.1.1 an even stream": (
+        lambda peer: frame(HEADERS, END_HEADERS, 2, peer.block()),
+        E.PROTOCOL_ERROR,
+    ),
+    "6.1 DATA on stream 0": (lambda peer: frame(DATA, 0, 0, b"x"), E.PROTOCOL_ERROR),
+    "6.1 padding longer than DATA": (
+        lambda peer: opened(peer) + frame(DATA, PADDED, 1, b"\x05abcd"),
+        E.PROTOCOL_ERROR,
+    ),
+    "6.2 HEADERS on stream 0": (
+        lambda peer: frame(HEADERS, END_HEADERS, 0, peer.block()),
+        E.PROTOCOL_ERROR,
+    ),
+    "6.3 PRIORITY on stream 0": (lambda peer: frame(PRIORITY, 0, 0, bytes(5)), E.PROTOCOL_ERROR),
+    "6.4 RST_STREAM of a wrong length": (
+        lambda peer: opened(peer) + frame(RST_STREAM, 0, 1, bytes(3)),
+        E.FRAME_SIZE_ERROR,
+    ),
+    "6.4 RST_STREAM on stream 0": (
+        lambda peer: frame(RST_STREAM, 0, 0, bytes(4)),
+        E.PROTOCOL_ERROR,
+    ),
+    "6.5 SETTINGS on a stream": (lambda peer: frame(SETTINGS, 0, 1), E.PROTOCOL_ERROR),
+    "6.5 SETTINGS of a wrong length": (
+        lambda peer: frame(SETTINGS, 0, 0, bytes(5)),
+        E.FRAME_SIZE_ERROR,
+    ),
+    "6.5 SETTINGS ACK with a payload": (
+        lambda peer: frame(SETTINGS, 1, 0, bytes(6)),
+        E.FRAME_SIZE_ERROR,
+    ),
+    "6.5.2 ENABLE_PUSH of 2": (
+        lambda peer: frame(SETTINGS, 0, 0, setting(2, 2)),
+        E.PROTOCOL_ERROR,
+    ),
+    "6.5.2 INITIAL_WINDOW_SIZE beyond 2^31 - 1": (
+        lambda peer: frame(SETTINGS, 0, 0, setting(4, 2**31)),
+        E.FLOW_CONTROL_ERROR,
+    ),
+    "6.5.2 MAX_FRAME_SIZE below 2^14": (
+        lambda peer: frame(SETTINGS, 0, 0, setting(5, 100)),
+        E.PROTOCOL_ERROR,
+    ),
+    "6.6 PUSH_PROMISE of a client": (
+        lambda peer: opened(peer) + frame(PUSH, END_HEADERS, 1, bytes(4)),
+        E.PROTOCOL_ERROR,
+    ),
+    "6.7 PING on a stream": (lambda peer: frame(PING, 0, 1, bytes(8)), E.PROTOCOL_ERROR),
+    "6.7 PING of a wrong length": (lambda peer: frame(PING, 0, 0, bytes(7)), E.FRAME_SIZE_ERROR),
+    "6.8 GOAWAY on a stream": (lambda peer: frame(GOAWAY, 0, 1, bytes(8)), E.PROTOCOL_ERROR),
+    "6.9 WINDOW_UPDATE of 0 on the connection": (
+        lambda peer: frame(WINDOW_UPDATE, 0, 0, increment(0)),
+        E.FLOW_CONTROL_ERROR,
+    ),
+    "6.9 WINDOW_UPDATE of a wrong length": (
+        lambda peer: frame(WINDOW_UPDATE, 0, 0, bytes(3)),
+        E.FRAME_SIZE_ERROR,
+    ),
+    "6.9.1 the connection's window beyond 2^31 - 1": (
+        lambda peer: frame(WINDOW_UPDATE, 0, 0, increment(2**31 - 1)),
+        E.FLOW_CONTROL_ERROR,
+    ),
+    "6.10 CONTINUATION without HEADERS": (
+        lambda peer: frame(CONTINUATION, END_HEADERS, 1, b""),
+        E.PROTOCOL_ERROR,
+    ),
+    "6.10 CONTINUATION of another stream": (
+        lambda peer: frame(HEADERS, 0, 1, peer.block()) + frame(CONTINUATION, END_HEADERS, 3, b""),
+        E.PROTOCOL_ERROR,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONNECTION_ERRORS)
+async def test_a_fault_that_ends_the_connection(serve: Serve, case: str) -> None:
+    build, code = CONNECTION_ERRORS[case]
+    served = await serve()
+    peer = await served.connect()
+    peer.send(build(peer))
+    assert (await peer.until(GOAWAY)).error == code
+    await peer.ended()
+    await served.until_idle()
+    await served.still_serves()
+
+
+def request_with(**headers: str) -> Callable[[Peer], bytes]:
+    return lambda peer: frame(HEADERS, END_HEADERS | END_STREAM, 1, peer.block(**headers))
+
+
+STREAM_ERRORS: dict[str, tuple[Callable[[Peer], bytes], ErrorCode]] = {
+    "5.1 DATA after the end": (
+        lambda peer: (
+            frame(HEADERS, END_HEADERS, 1, peer.block("/a.B/Wait"))
+            + frame(DATA, END_STREAM, 1, message(b""))
+            + frame(DATA, 0, 1, b"x")
+        ),
+        E.STREAM_CLOSED,
+    ),
+    "6.3 PRIORITY of a wrong length": (
+        lambda peer: opened(peer) + frame(PRIORITY, 0, 1, bytes(4)),
+        E.FRAME_SIZE_ERROR,
+    ),
+    "6.9 WINDOW_UPDATE of 0 on a stream": (
+        lambda peer: opened(peer) + frame(WINDOW_UPDATE, 0, 1, increment(0)),
+        E.FLOW_CONTROL_ERROR,
+    ),
+    "6.9.1 a stream's window beyond 2^31 - 1": (
+        lambda peer: opened(peer) + frame(WINDOW_UPDATE, 0, 1, increment(2**31 - 1)),
+        E.FLOW_CONTROL_ERROR,
+    ),
+    "8.1 a second header list that does not end": (
+        lambda peer: opened(peer) + frame(HEADERS, END_HEADERS, 1, peer.block()),
+        E.PROTOCOL_ERROR,
+    ),
+    "8.2.1 upper case in a name": (request_with(**{"X-Upper": "1"}), E.PROTOCOL_ERROR),
+    "8.2.1 a space in a name": (request_with(**{"a b": "1"}), E.PROTOCOL_ERROR),
+    "8.2.1 a newline in a value": (request_with(a="1\r\nb: 2"), E.PROTOCOL_ERROR),
+    "8.2.2 a header of the connection": (request_with(connection="close"), E.PROTOCOL_ERROR),
+    "8.2.2 te other than trailers": (request_with(te="gzip"), E.PROTOCOL_ERROR),
+    "8.3 an unknown pseudo-header": (request_with(**{":status": "200"}), E.PROTOCOL_ERROR),
+}
+
+
+@pytest.mark.parametrize("case", STREAM_ERRORS)
+async def test_a_fault_that_ends_one_stream(serve: Serve, case: str) -> None:
+    build, code = STREAM_ERRORS[case]
+    served = await serve()
+    peer = await served.connect()
+    peer.send(build(peer))
+    assert (await peer.until(RST_STREAM, stream=1)).error == code
+    peer.ask(3)
+    assert (await peer.answer(3))[0] == b"hi"
+    await served.until_idle()
+
+
+@pytest.mark.parametrize("missing", [":method", ":scheme", ":path"])
+async def test_a_request_without_a_pseudo_header_is_malformed(serve: Serve, missing: str) -> None:
+    served = await serve()
+    peer = await served.connect()
+    pseudo = {":method": "POST", ":scheme": "http", ":path": "/a.B/Echo"}
+    del pseudo[missing]
+    peer.send(frame(HEADERS, END_HEADERS | END_STREAM, 1, peer.encode(pseudo)))
+    assert (await peer.until(RST_STREAM, stream=1)).error == E.PROTOCOL_ERROR
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(b"PRI * HTTP/2.0\r\n\r\nXX\r\n\r\n" + bytes(9), id="a wrong preface"),
+        pytest.param(PREFACE + frame(PING, 0, 0, bytes(8)), id="no SETTINGS first"),
+    ],
+)
+async def test_a_connection_that_begins_wrongly_is_closed(serve: Serve, first: bytes) -> None:
+    served = await serve()
+    peer = await served.connect(settings=None)
+    peer.send(first)
+    assert (await peer.until(GOAWAY)).error == E.PROTOCOL_ERROR
+    await peer.ended()
+
+
+async def test_what_must_be_taken_is_taken(serve: Serve) -> None:
+    """Padding, priorities, unknown frames and settings, CONTINUATION, PING: all in one request."""
+    served = await serve()
+    peer = await served.connect(settings=setting(0x99, 7) + setting(3, 100))
+    block = peer.block()
+    priority = bytes(5)
+    peer.send(
+        frame(0x42, 0xFF, 0, b"unknown"),
+        frame(PING, 0, 0, b"12345678"),
+        frame(PRIORITY, 0, 7, priority),
+        frame(HEADERS, PADDED | 0x20, 1, b"\x02" + priority + block[:3] + bytes(2)),
+        frame(CONTINUATION, 0, 1, block[3:5]),
+        frame(CONTINUATION, END_HEADERS, 1, block[5:]),
+        frame(DATA, PADDED, 1, b"\x03" + message(b"hello")[:4] + bytes(3)),
+        frame(DATA, 0, 1, message(b"hello")[4:]),
+        frame(DATA, END_STREAM | PADDED, 1, b"\x00"),
+    )
+    pong = await peer.until(PING, flags=1)
+    assert pong.payload == b"12345678"
+    body, trailers = await peer.answer(1)
+    assert body == b"hello" and trailers["grpc-status"] == "0"
+
+
+async def test_windows_are_kept_when_settings_make_them_negative(serve: Serve) -> None:
+    served = await serve()
+    peer = await served.connect(settings=setting(4, 100))
+    peer.ask(1, body=bytes(1000))
+    got = 0
+    while got < 100:
+        got += len((await peer.until(DATA, stream=1)).payload)
+    assert got == 100
+    peer.send(frame(SETTINGS, 0, 0, setting(4, 20)))  # the window is -80 now
+    peer.send(frame(WINDOW_UPDATE, 0, 1, increment(90)))  # and 10 now
+    assert len((await peer.until(DATA, stream=1)).payload) == 10
+    peer.send(frame(WINDOW_UPDATE, 0, 1, increment(10_000)))
+    while got < 1005 - 10:
+        got += len((await peer.until(DATA, stream=1)).payload)
+    assert got == 1005 - 10
+
+
+async def test_streams_share_a_small_connection_window_fairly(serve: Serve) -> None:
+    served = await serve()
+    peer = await served.connect(settings=setting(4, 2**30))
+    streams = [1, 3, 5, 7]
+    for stream in streams:
+        peer.ask(stream, body=bytes(200_000))
+    received = dict.fromkeys(streams, 0)
+    while sum(received.values()) < 65535:  # the connection's first window
+        data = await peer.until(DATA)
+        received[data.stream] += len(data.payload)
+    for _ in range(6):
+        peer.send(frame(WINDOW_UPDATE, 0, 0, increment(65536)))
+        for _ in range(4):
+            data = await peer.until(DATA)
+            received[data.stream] += len(data.payload)
+    assert min(received.values()) >= max(received.values()) - 65536 - 16384, received
+
+
+async def test_data_beyond_a_window_ends_its_stream(serve: Serve) -> None:
+    from mii.http2.limits import Limits
+
+    served = await serve(Limits(stream_window=1000))
+    peer = await served.connect()
+    peer.send(opened(peer), frame(DATA, 0, 1, message(bytes(100_000))[:1001]))
+    assert (await peer.until(RST_STREAM, stream=1)).error == E.FLOW_CONTROL_ERROR
+
+
+async def test_what_is_no_grpc_is_told_so(serve: Serve) -> None:
+    served = await serve()
+    peer = await served.connect()
+    pseudo = {":method": "GET", ":scheme": "http", ":path": "/generate"}
+    peer.send(frame(HEADERS, END_HEADERS | END_STREAM, 1, peer.encode(pseudo)))
+    headers = peer.decode((await peer.until(HEADERS, stream=1)).payload)
+    assert headers[":status"] == "415"
+    assert b"gRPC" in (await peer.until(DATA, stream=1)).payload
