@@ -141,6 +141,8 @@ class Conversation:
 
     def _damage(self, data: bytearray) -> None:
         rng = self._rng
+        if len(data) == len(PREFACE):
+            return
         at = rng.randrange(len(PREFACE), len(data))
         end = min(len(data), at + rng.randrange(1, 40))
         match rng.randrange(4):
