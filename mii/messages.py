@@ -21,6 +21,11 @@ MAX_JSON_BYTES: Final = 2**24
 # Bytes of the sampling parameters of one request's prompts together: each takes a copy along.
 MAX_COPIED_BYTES: Final = 2**27
 
+# How models write calls of tools (see `router/gateway/tool_calls.py`); and how a model writes them
+# whose chat template knows no tools, but which is made to.
+TOOL_FORMATS: Final = ("hermes", "llama3", "mistral")
+JSON_CALLS: Final = "json"
+
 # Initial metadata by which a server says that a request is valid and queued. Without it (or from a
 # server that never sends it before its first message), that message says so.
 ACCEPTED_KEY: Final = "mii-request-id"

@@ -719,6 +719,7 @@ class Model(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    TOOL_FORMAT_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     engine: _builtins.str
     """"v2", or "v1" for models served through mii.init_inference."""
@@ -728,6 +729,8 @@ class Model(_message.Message):
     vocab_size: _builtins.int
     has_chat_template: _builtins.bool
     dtype: _builtins.str
+    tool_format: _builtins.str
+    """How it writes calls of tools: "hermes", "llama3", "mistral"; "" if its chat template has none."""
     def __init__(
         self,
         *,
@@ -738,10 +741,11 @@ class Model(_message.Message):
         vocab_size: _builtins.int = ...,
         has_chat_template: _builtins.bool = ...,
         dtype: _builtins.str = ...,
+        tool_format: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "dtype", b"dtype", "engine", b"engine", "has_chat_template", b"has_chat_template", "id", b"id", "max_length", b"max_length", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "dtype", b"dtype", "engine", b"engine", "has_chat_template", b"has_chat_template", "id", b"id", "max_length", b"max_length", "tool_format", b"tool_format", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

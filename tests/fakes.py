@@ -78,6 +78,7 @@ class ByteTokenizer:
     eos_token_ids = frozenset({EOS})
     special_ids = frozenset({EOS, BOS})
     has_chat_template = True
+    tool_format = ""
     byte_fallback: Mapping[int, int] = {}
 
     def encode(

@@ -265,6 +265,7 @@ def _describe(config: EngineConfig, prompts: PromptProcessor) -> Model:
         vocab_size=prompts.limits.vocab_size,
         has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
         dtype=config.dtype,
+        tool_format=tokenizer.tool_format if tokenizer is not None else "",
     )
 
 

@@ -62,6 +62,7 @@ class ServerCall:
         "_timer",
         "ended",
         "headers",
+        "held_bytes",
         "loss",
         "path",
         "trailing_metadata",
@@ -72,6 +73,7 @@ class ServerCall:
         self.headers = headers
         self.loss: Loss | None = None  # if the client, or the way to it, is gone
         self.ended = False
+        self.held_bytes = 0  # of a message that is not whole yet
         self.trailing_metadata: Metadata = ()
         self._server = server
         self._stream: Stream
@@ -215,13 +217,16 @@ class ServerCall:
     def data_received(self, data: bytes, ended: bool) -> None:
         if self.ended or self._reader is None:
             return
-        held = self._reader.held_bytes
         try:
             self._messages += self._reader.feed(data)
         except CallFault as fault:
             self.cancel(fault.code, fault.message)
             return
-        if not self._server.hold(self._reader.held_bytes - held):
+        change, self.held_bytes = (
+            self._reader.held_bytes - self.held_bytes,
+            self._reader.held_bytes,
+        )
+        if not self._server.hold(change):
             self.cancel(
                 StatusCode.RESOURCE_EXHAUSTED, "the server holds too many bytes of requests"
             )
@@ -238,11 +243,6 @@ class ServerCall:
     def resume_writing(self) -> None:
         if self._on_writable is not None:
             self._on_writable()
-
-    @property
-    def held_bytes(self) -> int:
-        """Of a request's message that is not whole yet."""
-        return self._reader.held_bytes if self._reader is not None else 0
 
     @property
     def task(self) -> asyncio.Task[None] | None:

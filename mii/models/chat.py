@@ -11,6 +11,22 @@ from mii.errors import InvalidArgument
 _TEXT_PARTS = (None, "text", "input_text", "output_text")  # OpenAI's names
 
 
+# What a chat template writes where a model calls tools, and the form that it is a part of.
+_TOOL_MARKERS = (
+    ("<tool_call>", "hermes"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|python_tag|>", "llama3"),
+    ('"parameters": ', "llama3"),
+)
+
+
+def tool_format_of(template: str) -> str:
+    """Return how a model with this chat template writes calls of tools; "" if it has none."""
+    if "tools" not in template:
+        return ""
+    return next((form for marker, form in _TOOL_MARKERS if marker in template), "")
+
+
 def flatten_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages whose contents are strings: text parts are joined, and null becomes "".
 

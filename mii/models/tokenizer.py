@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mii.errors import ContextLengthExceeded, InvalidArgument, ModelError
-from mii.models.chat import check_variables, flatten_messages
+from mii.models.chat import check_variables, flatten_messages, tool_format_of
 from mii.models.checkpoint import read_eos_token_ids
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -33,6 +33,11 @@ class TokenizerLike(Protocol):
     @property
     def has_chat_template(self) -> bool:
         """Whether `render_chat` can work."""
+        ...
+
+    @property
+    def tool_format(self) -> str:
+        """How the model writes calls of tools, see `mii.models.chat.tool_format_of`."""
         ...
 
     @property
@@ -101,6 +106,14 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """Whether `render_chat` can work."""
         return self._tokenizer.chat_template is not None
+
+    @property
+    def tool_format(self) -> str:
+        """How the model writes calls of tools, see `mii.models.chat.tool_format_of`."""
+        template = self._tokenizer.chat_template
+        if isinstance(template, Mapping):  # by name
+            template = template.get("tool_use") or template.get("default")
+        return tool_format_of(template or "")
 
     @cached_property
     def byte_fallback(self) -> Mapping[int, int]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from aiohttp import web
 
 from mii.messages import check_model, check_request_id, new_request_id
-from mii.proto.inference_pb2 import ListModelsResponse
+from mii.proto.inference_pb2 import ListModelsResponse, Model
 from mii.router.gateway import chat, completions
 from mii.router.gateway.answer import respond
 from mii.router.gateway.body import MAX_BODY_BYTES, json_response, read_object
 from mii.router.gateway.errors import error_response, http_error_response
 from mii.router.gateway.native import NativeRoutes
+from mii.router.gateway.tool_writer import CallWriter
+from mii.router.gateway.tools import format_to_read, tools_of
 from mii.router.relay import Relay
 from mii.status import known_error
 
@@ -29,9 +33,17 @@ class OpenAIRoutes:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions"""
-        asked = chat.asked_of(await read_object(request))
+        body = await read_object(request)
+        tools = tools_of(body)
+        form = "" if tools is None else format_to_read(await self._tool_format(), tools)
+        asked = chat.asked_of(body, tools, form)
         asked.request.request_id = request["request_id"]
-        return await respond(request, self._relay, asked, chat.ChatShape(asked))
+        writer = None
+        if tools is not None and form:
+            writer = partial(CallWriter, form, tuple(tools.offered))
+        elif tools is not None:  # the model's template does not show them to it
+            asked = replace(asked, ignored=(*asked.ignored, "tools"))
+        return await respond(request, self._relay, asked, chat.ChatShape(asked, writer))
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions"""
@@ -48,9 +60,15 @@ class OpenAIRoutes:
         check_model(request.match_info["id"], self._relay.model_name)
         return json_response((await self._model_objects())[0])
 
-    async def _model_objects(self) -> list[dict[str, Any]]:
+    async def _tool_format(self) -> str:
+        return (await self._known_models())[0].tool_format
+
+    async def _known_models(self) -> Sequence[Model]:
         if self._models is None:
             self._models = await self._relay.list_models(_MODELS_TIMEOUT)
+        return self._models.models
+
+    async def _model_objects(self) -> list[dict[str, Any]]:
         return [
             {
                 "id": model.id,
@@ -61,7 +79,7 @@ class OpenAIRoutes:
                 "dtype": model.dtype,
                 "max_model_len": model.max_length,
             }
-            for model in self._models.models
+            for model in await self._known_models()
         ]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from mii.engine.params import MAX_LOGPROBS
@@ -11,6 +12,8 @@ from mii.proto.inference_pb2 import Chat, Prompt, SequenceDelta
 from mii.router.gateway.body import encode_again
 from mii.router.gateway.fields import Asked, flag, understand
 from mii.router.gateway.logprobs import chat_logprobs
+from mii.router.gateway.tool_writer import CallWriter, joined
+from mii.router.gateway.tools import FIELDS, Tools
 
 _FIELDS: Final = frozenset(
     (
@@ -25,16 +28,24 @@ _FIELDS: Final = frozenset(
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-def asked_of(body: Mapping[str, Any]) -> Asked:
+def asked_of(body: Mapping[str, Any], tools: Tools | None, tool_format: str) -> Asked:
     """Understand a chat request.
+
+    Args:
+        body: the request's JSON object.
+        tools: those of its tools that the model may call.
+        tool_format: how the model writes calls.
 
     Raises:
         InvalidArgument: naming the field.
     """
-    return understand(body, [Prompt(chat=_chat(body))], _FIELDS, {"logprobs": _logprobs(body)})
+    own: dict[str, object] = {"logprobs": _logprobs(body)}
+    if tools is not None:
+        own |= tools.guide(tool_format)
+    return understand(body, [Prompt(chat=_chat(body, tools))], _FIELDS | FIELDS, own)
 
 
-def _chat(body: Mapping[str, Any]) -> Chat:
+def _chat(body: Mapping[str, Any], tools: Tools | None) -> Chat:
     messages = [
         _message(f"messages[{index}]", message) for index, message in enumerate(_messages(body))
     ]
@@ -51,6 +62,7 @@ def _chat(body: Mapping[str, Any]) -> Chat:
         raise InvalidArgument.of("chat_template_kwargs", variables, "an object")
     return Chat(
         messages_json=encode_again(messages),
+        tools_json=encode_again(list(tools.offered.values())) if tools is not None else "",
         add_generation_prompt=generation_prompt,
         continue_final_message=continues,
         template_kwargs_json=encode_again(variables) if variables else "",
@@ -77,12 +89,36 @@ def _message(field: str, message: object) -> dict[str, Any]:
     content = message.get("content")
     if content is None and role != "assistant":
         raise InvalidArgument(f"{field}.content is missing", f"{field}.content")
+    if role == "assistant" and message.get("tool_calls"):
+        message = {**message, "tool_calls": _past_calls(f"{field}.tool_calls", message)}
     # Templates know no developer, and would write None for an assistant that only called tools.
     return {
         **message,
         "role": "system" if role == "developer" else role,
         "content": _content(f"{field}.content", content),
     }
+
+
+def _past_calls(field: str, message: Mapping[str, Any]) -> list[Any]:
+    """Return calls as templates expect them: arguments are objects, which clients send as text."""
+    calls = message["tool_calls"]
+    if not isinstance(calls, list):
+        raise InvalidArgument.of(field, calls, "a list of calls")
+    return [_past_call(f"{field}[{index}].function", call) for index, call in enumerate(calls)]
+
+
+def _past_call(field: str, call: object) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        raise InvalidArgument.of(field, function, "an object with name and arguments")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            allowed = "the text of a JSON object"
+            raise InvalidArgument.of(f"{field}.arguments", arguments, allowed) from None
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _content(field: str, content: object) -> str:
@@ -119,14 +155,21 @@ def _logprobs(body: Mapping[str, Any]) -> int | None:
 
 
 class ChatShape:
-    """Choices of a chat completion."""
+    """Choices of a chat completion.
+
+    Args:
+        asked: the request.
+        parser: makes what finds calls of tools in an answer; None: there are none.
+    """
 
     prefix = "chatcmpl-"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: Asked, parser: Callable[[], CallWriter] | None = None) -> None:
         self._with_logprobs = asked.request.sampling.HasField("logprobs")
+        self._make_writer = parser
+        self._writers: dict[int, CallWriter] = {}
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         # Helpers of the official clients need the role once, and first.
@@ -134,18 +177,32 @@ class ChatShape:
 
     def pieces(self, index: int, delta: SequenceDelta) -> list[dict[str, Any]]:
         chunks = []
-        if delta.text or delta.logprobs:
+        reason = delta.finish_reason
+        if self._make_writer is not None:
+            writer = self._writers.setdefault(index, self._make_writer())
+            changes = writer.feed(delta.text, ended=bool(reason))
+            reason = writer.finish_reason(reason)
+            chunks += [_chunk(index, change) for change in changes]
+            if delta.logprobs:
+                chunks.append(_chunk(index, {}, self._logprobs(delta)))
+        elif delta.text or delta.logprobs:
             chunks.append(_chunk(index, {"content": delta.text}, self._logprobs(delta)))
-        if delta.finish_reason:
-            chunks.append(_chunk(index, {}, finish_reason=delta.finish_reason))
+        if reason:
+            chunks.append(_chunk(index, {}, finish_reason=reason))
         return chunks
 
     def whole(self, index: int, delta: SequenceDelta) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
+        reason = delta.finish_reason
+        if self._make_writer is not None:
+            writer = self._make_writer()
+            message |= joined(writer.feed(delta.text, ended=True))
+            reason = writer.finish_reason(reason)
         return {
             "index": index,
-            "message": {"role": "assistant", "content": delta.text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(delta),
-            "finish_reason": delta.finish_reason,
+            "finish_reason": reason,
         }
 
     def _logprobs(self, delta: SequenceDelta) -> dict[str, Any] | None:

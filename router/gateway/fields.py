@@ -22,8 +22,6 @@ _READ: Final = _SAMPLING | response_format.FIELDS | {"model", "stream", "stream_
 
 # What would change the answer and is not built, with the values by which nothing is asked for.
 _UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -124,7 +122,7 @@ def _sampling(body: Mapping[str, Any], own: Mapping[str, object]) -> SamplingPar
     if any(name in values for name in limits):
         own = {name: value for name, value in own.items() if name not in limits}
     guides = response_format.guide_of(body)
-    twice = next((name for name in guides if name in values), None)
+    twice = next((name for name in guides if name in values or name in own), None)
     if twice is not None:
         raise InvalidArgument(f"{twice} says again what the answer must match", twice)
     return sampling_message(check_params({**own, **values, **guides}, "this route"))

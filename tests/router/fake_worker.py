@@ -217,6 +217,7 @@ class FakeWorker(InferenceServicer):
 
     async def ListModels(self, request: ListModelsRequest, context: Context) -> ListModelsResponse:
         model = Model(id=MODEL, engine="v2", created=7, max_length=CONTEXT, dtype="float32")
+        model.tool_format = "hermes"
         return ListModelsResponse(models=[model])
 
 

@@ -242,8 +242,9 @@ def test_what_clients_send_along_is_tolerated(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     "unsupported",
     [
-        {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"tool_choice": "required"},
+        {"functions": [{"name": "f"}]},
+        {"modalities": ["audio"]},
     ],
 )
 def test_what_is_not_built_is_refused_by_name(
