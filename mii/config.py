@@ -61,6 +61,9 @@ class DeploymentConfig:
     max_requests: int = 2048  # that the router answers at one time
     max_queued_tokens: int = 4_000_000  # of their prompts and answers still to be computed
     max_restarts: int = 5  # in a row, of a replica that keeps dying; 0: none is started again
+    log_format: str = "text"  # or "json"
+    log_level: str = "info"
+    access_log: bool = True  # a line for each request
     cache_path: str = ""  # folder of models, registry and logs
     devices: tuple[str, ...] = ()  # GPUs as CUDA_VISIBLE_DEVICES names them; replicas share them
 

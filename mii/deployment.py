@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
+from mii import logs
 from mii.config import DeploymentConfig
 from mii.control import (
     ControlChannel,
@@ -480,9 +481,9 @@ class Supervisor:
 
 def main() -> None:
     """Run the process."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     channel = ControlChannel.from_arguments(sys.argv[1:])
     config = channel.receive_start().config
+    logs.set_up("supervisor", config)
     registry = Registry(Path(config.cache_path))
     launcher = LocalLauncher(registry.logs(config.deployment_name))
     sys.exit(Supervisor(config, channel, launcher, registry).run())

@@ -149,7 +149,7 @@ def known_error(error: BaseException, request_id: str) -> MIIError:
         return Cancelled("the request was cancelled")
     if isinstance(error, TimeoutError):
         return DeadlineExceeded("the request's deadline passed")
-    _logger.error("request %s failed", request_id, exc_info=error)
+    _logger.error("request %s failed", request_id, exc_info=error, extra={"request_id": request_id})
     return InternalError(f"internal error: the server's log has it under request id {request_id}")
 
 

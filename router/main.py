@@ -12,7 +12,7 @@ from typing import Final
 
 from aiohttp import web
 
-from mii import control
+from mii import control, logs, traces
 from mii.channel import MAX_MESSAGE_BYTES
 from mii.config import DeploymentConfig
 from mii.errors import MIIError
@@ -21,10 +21,12 @@ from mii.http2.listener import Switch
 from mii.http2.server import Server
 from mii.proto import deployment_pb2, inference_pb2, modelresponse_pb2
 from mii.router.balancer import POLICIES
+from mii.router.exposition import Exposition
 from mii.router.gateway.app import make_app
 from mii.router.legacy import LegacyServicer
 from mii.router.limits import RequestLimit
 from mii.router.listen import addresses_of, listen
+from mii.router.observer import Observer
 from mii.router.operator import OperatorServicer
 from mii.router.relay import Relay
 from mii.router.replicas import Replicas
@@ -43,7 +45,7 @@ _NO_REST: Final = b"This port speaks gRPC; REST is served with enable_rest=True.
 _STOP_GRACE: Final = 1.0  # seconds for calls under way, of the three that a Stop allows
 _TERMINATE_SECONDS: Final = 1.0  # until a client is told that the deployment will end, at most
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("mii.router")
 
 
 class Router:
@@ -63,6 +65,7 @@ class Router:
             operate: passes on what an operator asks for.
         """
         self._config = config
+        self._observer = Observer(config.engine.model_name)
         self._replicas = Replicas(
             Http2Transport,
             POLICIES[config.routing_policy](),
@@ -77,18 +80,25 @@ class Router:
         self._health = Health([*_SERVICES, *reflection.SERVICES], lambda: relay.serving)
         self._operator = OperatorServicer(config.deployment_name, self._replicas, operate)
         self._server = Server(
-            {
-                **Servicer(relay).handlers,
-                **LegacyServicer(relay, terminate).handlers,
-                **self._operator.handlers,
-                **self._health.handlers,
-                **reflection.reflection_handlers([*_SERVICES, health.SERVICE]),
-            },
+            self._observer.handlers(
+                {
+                    **Servicer(relay).handlers,
+                    **LegacyServicer(relay, terminate).handlers,
+                    **self._operator.handlers,
+                    **self._health.handlers,
+                    **reflection.reflection_handlers([*_SERVICES, health.SERVICE]),
+                }
+            ),
             limits=Limits(max_message_bytes=MAX_MESSAGE_BYTES),
             fault_of=fault_of,
         )
         self._gateway = web.AppRunner(
-            make_app(relay, config.deployment_name),
+            make_app(
+                relay,
+                config.deployment_name,
+                self._observer,
+                Exposition(self._observer, self._replicas),
+            ),
             handler_cancellation=True,  # a client that has gone cancels what is done for it
             access_log=None,
             shutdown_timeout=_STOP_GRACE,
@@ -107,6 +117,7 @@ class Router:
 
     def update(self, told: control.Message) -> None:
         """Take the supervisor's word on the replicas."""
+        self._observer.history.take(told)
         match told:
             case control.Replicas():
                 self._replicas.update(told.replicas)
@@ -173,6 +184,7 @@ async def run(channel: control.ControlChannel, config: DeploymentConfig) -> None
     channel.send(await router.start())
     await stopped.wait()
     await router.stop()
+    traces.close()
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -186,11 +198,12 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 def main() -> None:
     """Run the process."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     # Ctrl-C in a terminal reaches every process of its group; the supervisor decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = control.ControlChannel.from_arguments(sys.argv[1:])
     start = channel.receive_start()
+    logs.set_up("router", start.config)
+    traces.set_up("router", start.config.deployment_name)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(run(channel, start.config))

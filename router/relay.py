@@ -26,9 +26,11 @@ from mii.proto.inference_pb2 import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from mii.router import request_record
 from mii.router.balancer import Choice
 from mii.router.limits import MAX_PROMPTS_IN_FLIGHT, RequestLimit
 from mii.router.replicas import Answering, Replica, Replicas
+from mii.router.request_record import PromptRecord
 from mii.router.requests import split
 from mii.router.submission import ChoiceState, Submission
 from mii.router.transport import WorkerTransport
@@ -132,6 +134,11 @@ class Generation:
             await self._news.wait()
         return self._take()
 
+    @property
+    def error(self) -> Exception | None:
+        """What has ended it early, if anything has."""
+        return self._error
+
     def accept(self) -> None:
         """Count one more prompt as accepted by its worker."""
         self._unaccepted -= 1
@@ -229,12 +236,19 @@ class Relay:
         Raises:
             InvalidArgument, Overloaded, Unavailable: at once.
         """
+        record = request_record.here()
+        record.identify(request.request_id or new_request_id())
         check_request(request, self.model_name)
         deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
         choices = request.sampling.n if request.sampling.HasField("n") else 1
-        singles = split(request, request.request_id or new_request_id())
+        singles = split(request, record.request_id)
         submissions = [
-            Submission(single, index, [ChoiceState() for _ in range(choices)])
+            Submission(
+                single,
+                index,
+                [ChoiceState() for _ in range(choices)],
+                PromptRecord(record, choices, request.stream),
+            )
             for index, single in enumerate(singles)
         ]
         with self._limit.admit(sum(each.remaining_tokens() for each in submissions)) as admitted:
@@ -242,6 +256,7 @@ class Relay:
             def progressed(tokens: float) -> None:
                 self._limit.progress(admitted, admitted.tokens - tokens)
 
+            record.begin(len(submissions))
             answers = choices * len(submissions)
             generation = Generation(
                 submissions,
@@ -255,6 +270,7 @@ class Relay:
             try:
                 yield generation
             finally:
+                record.end(generation.error)
                 await generation.close()
 
     async def tokenize(self, request: TokenizeRequest, timeout: float | None) -> TokenizeResponse:
@@ -288,12 +304,16 @@ class Relay:
         deadline: float | None,
         progressed: Callable[[float], None],
     ) -> None:
+        record = request_record.here()
         while not submission.finished:
             replica, choice = await self._replicas.pick(
                 submission.request.prompts[0], to.session, deadline
             )
             to.routes.append(choice)
-            with replica.answering(submission.remaining_tokens()) as answering:
+            with (
+                replica.answering(submission.remaining_tokens()) as answering,
+                record.attempt(choice) as attempt,
+            ):
 
                 def computed(tokens: float, answering: Answering = answering) -> None:
                     answering.computed(tokens)
@@ -307,7 +327,9 @@ class Relay:
                     if submission.is_suspect(error):
                         request_id = submission.request.request_id
                         blame = await self._replicas.blame(replica, request_id)
+                    attempt.failed(error.code)
                     submission.lose(replica.number, error, blame)
+                    record.move(replica.number, error)
                     continue
             if not submission.finished:
                 raise InternalError(f"a worker ended {submission} before its answers were whole")

@@ -108,6 +108,10 @@ class Replicas:
         """What the supervisor has said of all replicas."""
         return self._told
 
+    def all(self) -> list[Replica]:
+        """Return those that the supervisor calls ready, by number."""
+        return list(self._replicas.values())
+
     async def changed(self) -> None:
         """Return when something has changed."""
         await self._change.wait()

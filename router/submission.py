@@ -9,6 +9,7 @@ from typing import Final
 
 from mii.errors import InternalError, Leaving, Unavailable
 from mii.proto.inference_pb2 import GenerateRequest, GenerateResponse, PartialAnswer, SequenceDelta
+from mii.router.request_record import PromptRecord
 
 _MAX_MOVES: Final = 16  # from replica to replica
 _MOST_BLAME: Final = 2.0  # two replicas that failed, or four that were killed from outside
@@ -33,11 +34,13 @@ class Submission:
         request: one prompt, its seed drawn.
         prompt_index: of the prompt in the client's request.
         choices: one for each answer, empty.
+        seen: counts what comes; None: nobody wants to know.
     """
 
     request: GenerateRequest
     prompt_index: int
     choices: list[ChoiceState]
+    seen: PromptRecord | None = None
     moves: int = field(default=0, init=False)
     blame: float = field(default=0.0, init=False)  # for deaths in a row, without a token between
     _accepted: bool = field(default=False, init=False)  # by any replica
@@ -98,10 +101,15 @@ class Submission:
             choice = self.choices[delta.choice_index]
             if choice.finish_reason:
                 raise InternalError(f"a worker went on after the end of {self}")
+            before = len(choice.token_ids)
             choice.token_ids.extend(delta.token_ids)
             choice.finish_reason = delta.finish_reason
             self._moved_on = True
             self._correct_times(delta)
+            if self.seen is not None:
+                self.seen.tokens(delta.choice_index, len(choice.token_ids) - before)
+                if choice.finish_reason:
+                    self.seen.ended(delta.usage)
             if not self.request.stream and (whole := _joined(choice, delta)).finish_reason:
                 ended.deltas.append(whole)
                 choice.whole = None

@@ -8,6 +8,7 @@ from typing import Final, Protocol, TypeVar
 from google.protobuf.message import Message
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
+from mii import traces
 from mii.errors import Leaving, MIIError, Unavailable
 from mii.http2.client import Channel, Metadata
 from mii.http2.grpc_wire import CallFault, StatusCode
@@ -113,6 +114,7 @@ class Http2Transport:
                 request.SerializeToString(),
                 message_came,
                 timeout=timeout,
+                metadata=traces.outgoing(),
                 on_headers=headers_came,
             )
             await call.wait()

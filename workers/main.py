@@ -14,13 +14,14 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
+from mii import logs, traces
 from mii.control import ControlChannel, Failed, Message, Progress, Ready, Start, Stop
 from mii.errors import MIIError
 
 _STOP_GRACE: Final = 1.0  # seconds for calls under way to hear why they end
 _STOP_SECONDS: Final = 2.5  # until the process ends in any case, of the three that a Stop allows
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("mii.workers")
 
 
 class Ending:
@@ -140,13 +141,14 @@ def _progress(channel: ControlChannel) -> Callable[[str, float | None], None]:
 
 def main() -> None:
     """Run the process."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     # Ctrl-C in a terminal reaches every process of its group; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Before there is any thread, so that every one inherits it and `wait_for_signal` gets it.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     channel = ControlChannel.from_arguments(sys.argv[1:])
     start = channel.receive_start()
+    logs.set_up(f"worker {start.replica}.{start.rank}", start.config)
+    traces.set_up(f"worker {start.replica}.{start.rank}", start.config.deployment_name)
     ending = Ending()
     channel.listen(ending.on_message)
     threading.Thread(target=ending.wait_for_signal, name="signals", daemon=True).start()
@@ -166,6 +168,7 @@ def main() -> None:
 
 def _exit(status: int) -> None:
     """End the process; threads of libraries, which may be in the middle of anything, go with it."""
+    traces.close()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, TypeVar
 
+from mii import traces
 from mii.config import EngineConfig
 from mii.engine.generator import Usage as EngineUsage
 from mii.engine.params import check_params
@@ -48,6 +49,7 @@ from mii.proto.inference_pb2 import (
 )
 from mii.rpc.methods import answered_by_stream, answered_once, errors_as_status
 from mii.workers.loop import EngineLoop, Piece
+from mii.workers.request_log import RequestLog
 
 _PROMPT_THREADS: Final = 2
 # Of an answer that is not streamed, the router gets so many at a time: what it has is not lost with
@@ -96,12 +98,17 @@ class Servicer:
 
     async def _generate(self, request: GenerateRequest, call: ServerCall) -> None:
         request_id = request.request_id or new_request_id()
-        with errors_as_status(request_id), self._unwell_without_memory():
+        with (
+            errors_as_status(request_id),
+            self._unwell_without_memory(),
+            traces.span(call.path, call.headers) as span,
+        ):
+            log = RequestLog(request_id, span)
             sequences = await self._aside(lambda: self._prepare(request, request_id))
             requests = [sequence.request for sequence in sequences]
 
             def send(pieces: list[Piece]) -> None:
-                deltas = [self._delta(sequences[piece.index], piece) for piece in pieces]
+                deltas = [self._delta(sequences[piece.index], piece, log) for piece in pieces]
                 call.send(GenerateResponse(deltas=deltas).SerializeToString())
 
             least = 1 if request.stream else _UNSTREAMED_TOKENS
@@ -179,9 +186,10 @@ class Servicer:
             list(ids), skip_special_tokens=not keep_special_tokens
         )
 
-    def _delta(self, sequence: _Sequence, piece: Piece) -> SequenceDelta:
+    def _delta(self, sequence: _Sequence, piece: Piece, log: RequestLog) -> SequenceDelta:
         if piece.usage is not None:
             usage = _usage(piece.usage)
+            log.ended(sequence.request.choice_index, piece.usage, piece.finish_reason)
         elif not sequence.begun:
             usage = Usage(prompt_tokens=len(sequence.request.prompt_ids))
         else:

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from mii.messages import check_model, check_request_id, new_request_id
 from mii.proto.inference_pb2 import ListModelsResponse, Model
+from mii.router.exposition import Exposition
 from mii.router.gateway import chat, completions
 from mii.router.gateway.answer import respond
 from mii.router.gateway.body import MAX_BODY_BYTES, json_response, read_object
@@ -18,6 +19,7 @@ from mii.router.gateway.errors import error_response, http_error_response
 from mii.router.gateway.native import NativeRoutes
 from mii.router.gateway.tool_writer import CallWriter
 from mii.router.gateway.tools import format_to_read, tools_of
+from mii.router.observer import Observer
 from mii.router.relay import Relay
 from mii.status import known_error
 
@@ -137,9 +139,20 @@ async def name_request(request: web.Request, response: web.StreamResponse) -> No
     response.headers["x-request-id"] = request.get("request_id", "")
 
 
-def make_app(relay: Relay, deployment_name: str) -> web.Application:
-    """Return the gateway of a deployment."""
-    app = web.Application(middlewares=[answer_errors], client_max_size=MAX_BODY_BYTES)
+def make_app(
+    relay: Relay, deployment_name: str, observer: Observer, exposition: Exposition
+) -> web.Application:
+    """Return the gateway of a deployment.
+
+    Args:
+        relay: answers.
+        deployment_name: what the deployment is called.
+        observer: sees the requests.
+        exposition: tells what was counted.
+    """
+    app = web.Application(
+        middlewares=[observer.middleware, answer_errors], client_max_size=MAX_BODY_BYTES
+    )
     app.on_response_prepare.append(name_request)
     native = NativeRoutes(relay, deployment_name)
     openai = OpenAIRoutes(relay)
@@ -149,6 +162,7 @@ def make_app(relay: Relay, deployment_name: str) -> web.Application:
             web.get("/", state.index),
             web.get("/health", state.health),
             web.get("/live", state.live),
+            web.get("/metrics", exposition.metrics),
             web.post("/generate", native.generate),
             web.post("/mii/{deployment:.+}", native.generate_for),
             web.get("/v1/models", openai.models),

@@ -19,6 +19,9 @@ from mii.errors import (
 )
 from mii.router.gateway.body import MAX_BODY_BYTES, json_response
 
+# Under which a response has the code of the error that it tells of.
+ERROR_CODE: Final = web.ResponseKey("error_code", str)
+
 # An error's status is that of the nearest of its classes that stands here.
 _STATUSES: Final[dict[type[MIIError], int]] = {
     InvalidArgument: 400,
@@ -51,7 +54,7 @@ def error_response(error: MIIError) -> web.Response:
     if status in (429, 503):
         seconds = getattr(error, "retry_after", None) or _RETRY_AFTER
         headers["Retry-After"] = str(math.ceil(seconds))
-    return json_response(error_body(error), status, headers)
+    return _told(error.code, json_response(error_body(error), status, headers))
 
 
 def http_error_response(error: web.HTTPException, request: web.Request) -> web.Response:
@@ -72,7 +75,13 @@ def http_error_response(error: web.HTTPException, request: web.Request) -> web.R
         )
     else:
         message, code = error.reason, "http_error"
-    return json_response(_body(message, error.status, None, code), error.status, headers)
+    body = _body(message, error.status, None, code)
+    return _told(code, json_response(body, error.status, headers))
+
+
+def _told(code: str, response: web.Response) -> web.Response:
+    response[ERROR_CODE] = code
+    return response
 
 
 def _body(message: str, status: int, param: str | None, code: str) -> dict[str, Any]:
