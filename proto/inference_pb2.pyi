@@ -56,6 +56,7 @@ class GenerateRequest(_message.Message):
     STREAM_FIELD_NUMBER: _builtins.int
     DEFAULTS_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """For logs and for idempotent retries; drawn by the server when empty."""
     model: _builtins.str
@@ -65,6 +66,11 @@ class GenerateRequest(_message.Message):
     router a worker sends long ones in parts, so that little is computed again if it dies).
     """
     defaults: Global___Defaults.ValueType
+    client: _builtins.str
+    """Whom the request is counted for: the engine's time is shared out fairly between clients. The
+    router sets it, to the name that belongs to the API key; what a client writes here is dropped.
+    "": of no client in particular.
+    """
     @_builtins.property
     def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prompt]: ...
     @_builtins.property
@@ -86,10 +92,11 @@ class GenerateRequest(_message.Message):
         stream: _builtins.bool = ...,
         defaults: Global___Defaults.ValueType = ...,
         resume: _abc.Iterable[Global___PartialAnswer] | None = ...,
+        client: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["defaults", b"defaults", "model", b"model", "prompts", b"prompts", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "defaults", b"defaults", "model", b"model", "prompts", b"prompts", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,8 +10,10 @@ from mii.proto.inference_pb2 import GenerateRequest
 _LONGEST_SUFFIX = len(f"-{MAX_SEQUENCES - 1}")
 
 
-def split(request: GenerateRequest, request_id: str) -> list[GenerateRequest]:
+def split(request: GenerateRequest, request_id: str, client: str = "") -> list[GenerateRequest]:
     """Return one request for each prompt, each of them whole: it can be sent to any replica, again.
+
+    They are counted for `client`, whatever the request says.
 
     An explicit seed is every prompt's, so that answers do not depend on the order of prompts.
     Without one each prompt gets its own, drawn here: sent again, it has the same answer.
@@ -25,6 +27,7 @@ def split(request: GenerateRequest, request_id: str) -> list[GenerateRequest]:
             sampling=request.sampling,
             stream=request.stream,
             defaults=request.defaults,
+            client=client,
         )
         if not single.sampling.HasField("seed"):
             single.sampling.seed = secrets.randbits(63)

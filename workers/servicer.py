@@ -169,6 +169,7 @@ class Servicer:
                 request_id=request_id,
                 defaults=defaults_of(request.defaults),
                 resumed=resumed,
+                client=request.client,
             )
         ]
 

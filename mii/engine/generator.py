@@ -92,6 +92,7 @@ class Generator:
             max_new_tokens=request.max_new_tokens,
             stop_ids=request.stop_ids,
             answer_ids=request.answer_ids,
+            client=request.client,
         )
         sampling = SamplingState.of(request)
         self.engine.add_request(scheduled, sampling)

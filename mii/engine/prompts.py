@@ -49,6 +49,7 @@ class GenerationRequest:
     prefix_text: str = ""  # what the answer's text begins with
     grammar: Grammar | None = None  # what the answer must match, at its beginning
     answer_ids: tuple[int, ...] = ()  # the answer so far, by another engine: to be gone on with
+    client: str = ""  # whom it is counted for
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ class PromptProcessor:
         request_id: str,
         defaults: Defaults = Defaults.MII,
         resumed: Mapping[int, Sequence[int]] | None = None,
+        client: str = "",
     ) -> list[GenerationRequest]:
         """Return one request for each of the `n` answers.
 
@@ -102,6 +104,7 @@ class PromptProcessor:
                 max_new_tokens that the context cannot hold is refused.
             resumed: the answers, by choice, that another engine has begun and that are to be gone
                 on with, and their tokens so far; None: all `n`, from the beginning.
+            client: whom it is counted for; "": nobody in particular.
 
         Raises:
             InvalidArgument: for a prompt or parameter that this model cannot take.
@@ -131,6 +134,7 @@ class PromptProcessor:
             stop_strings=params.stop,
             prefix_text=self._prompt_text(prompt, ids) if params.return_full_text else "",
             grammar=grammar,
+            client=client,
         )
         if resumed is None:
             resumed = {choice: () for choice in range(params.n)}

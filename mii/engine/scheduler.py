@@ -7,10 +7,10 @@ its time is even: long prompts are split over several steps, short ones fused in
 from __future__ import annotations
 
 import time
-from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
 
+from mii.engine.fair_queue import FairQueue
 from mii.engine.plan import PlannedSequence, StepPlan, StepResult
 from mii.engine.state_manager import DSStateManager, SchedulingResult, SequenceState
 from mii.errors import InvalidArgument
@@ -25,6 +25,7 @@ class ScheduledRequest:
     max_new_tokens: int
     stop_ids: frozenset[int] = frozenset()  # ids that end the sequence
     answer_ids: tuple[int, ...] = ()  # new tokens that are known already, from another engine
+    client: str = ""  # whom it is counted for
     sequence: SequenceState | None = field(default=None, init=False)  # once it has been admitted
     num_generated: int = field(default=0, init=False)  # known new tokens
     num_cached: int = field(default=0, init=False)  # prompt tokens out of the prefix cache
@@ -45,12 +46,13 @@ class TokenUpdate:
 
 
 class Scheduler:
-    """Decides what each step computes. Requests are served in the order of their arrival.
+    """Decides what each step computes. Requests are served in the order of their arrival, and
+    where clients wait for each other, so that each gets as many tokens as the others (`FairQueue`).
 
     Every running request that decodes takes part in every step with one token. What is left of the
     token budget, which is larger while nothing decodes and so nobody has to wait, goes to prompts:
     first those already begun, then waiting ones, for which all blocks of the prompt must be free.
-    When a decode finds no free block, the youngest running request is preempted: it gives up its
+    When a decode finds no free block, the request admitted last is preempted: it gives up its
     blocks and is computed anew later, ahead of those that wait.
 
     Args:
@@ -74,8 +76,9 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_cached_tokens = 0
         self._requests: dict[int, ScheduledRequest] = {}
-        self._running: list[ScheduledRequest] = []  # by uid
-        self._waiting: deque[ScheduledRequest] = deque()  # by uid, preempted ones in front
+        self._running: list[ScheduledRequest] = []  # as they were admitted the first time
+        self._preempted: deque[ScheduledRequest] = deque()  # likewise; all later than those
+        self._waiting = FairQueue()
         self._next_step = 0
 
     @property
@@ -86,7 +89,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that hold none."""
-        return len(self._waiting)
+        return len(self._preempted) + len(self._waiting)
 
     def add(self, request: ScheduledRequest) -> None:
         """Queue a request.
@@ -107,7 +110,7 @@ class Scheduler:
                 "max_new_tokens",
             )
         self._requests[request.uid] = request
-        self._waiting.append(request)
+        self._waiting.push(request.client, request.uid)
 
     def remove(self, uid: int) -> None:
         """Forget a request at once, wherever it is. Unknown uids are ignored."""
@@ -118,7 +121,7 @@ class Scheduler:
             self._running.remove(request)
             request.is_running = False
         else:
-            self._waiting.remove(request)
+            self._leave_queue(request)
         self.state.flush_sequence(uid)
 
     def schedule(self) -> StepPlan | None:
@@ -177,7 +180,7 @@ class Scheduler:
         return planned
 
     def _make_room(self, request: ScheduledRequest) -> bool:
-        """Get the block for one more token, preempting younger requests, or this one itself."""
+        """Get the block for one more token, preempting later requests, or this one itself."""
         while request.is_running:
             assert request.sequence is not None
             if self.state.extend(request.sequence, 1) is SchedulingResult.Success:
@@ -190,7 +193,7 @@ class Scheduler:
         self._running.remove(request)
         request.is_running = False
         self.state.release_blocks(request.sequence)
-        self._waiting.appendleft(request)
+        self._preempted.appendleft(request)
         self.num_preemptions += 1
 
     def _schedule_begun_prompts(self, budget: int) -> list[PlannedSequence]:
@@ -205,18 +208,27 @@ class Scheduler:
 
     def _schedule_waiting(self, budget: int) -> list[PlannedSequence]:
         planned = []
-        while budget > 0 and self._waiting and len(self._running) < self.max_sequences:
-            request = self._waiting[0]
+        while budget > 0 and self.num_waiting and len(self._running) < self.max_sequences:
+            if self._preempted:
+                request = self._preempted[0]
+            else:
+                request = self._requests[self._waiting.first()]
             if not self._admit(request):
                 break
-            self._waiting.popleft()
-            insort(self._running, request, key=lambda r: r.uid)
+            self._leave_queue(request)
+            self._running.append(request)
             request.is_running = True
             assert request.sequence is not None
             count = min(request.sequence.num_uncomputed, budget)
             planned.append(self._plan(request, count))
             budget -= count
         return planned
+
+    def _leave_queue(self, request: ScheduledRequest) -> None:
+        if request in self._preempted:
+            self._preempted.remove(request)
+        else:
+            self._waiting.remove(request.client, request.uid)
 
     def _admit(self, request: ScheduledRequest) -> bool:
         """Give a waiting request all blocks of its known tokens, or change nothing."""
@@ -268,4 +280,5 @@ class Scheduler:
         sequence.num_announced = len(sequence.blocks)
         sequence.num_computed += count
         sequence.num_in_flight += planned.samples
+        self._waiting.charge(request.client, count)
         return planned

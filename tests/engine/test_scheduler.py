@@ -40,8 +40,15 @@ class Simulation:
         self.last: dict[int, int] = {}
         self.pending: list[tuple[StepPlan, StepResult]] = []
 
-    def add(self, uid: int, prompt: list[int], count: int, stops: frozenset[int] = frozenset()):
-        self.scheduler.add(ScheduledRequest(uid, tuple(prompt), count, stops))
+    def add(
+        self,
+        uid: int,
+        prompt: list[int],
+        count: int,
+        stops: frozenset[int] = frozenset(),
+        client: str = "",
+    ) -> None:
+        self.scheduler.add(ScheduledRequest(uid, tuple(prompt), count, stops, client=client))
         self.answers[uid] = []
 
     def run_model(self, plan: StepPlan) -> StepResult:
@@ -99,6 +106,7 @@ requests = st.lists(
         st.integers(1, 30),
         st.integers(0, 12),  # the step before which it arrives
         st.one_of(st.none(), st.integers(1, 20)),  # the step after which it is aborted
+        st.sampled_from("abc"),  # whose it is
     ),
     min_size=1,
     max_size=12,
@@ -127,15 +135,15 @@ def test_each_answer_equals_the_solo_run(
         prefix_caching=prefix_caching,
     )
     for step in range(22):
-        for uid, (prompt, count, arrives, _) in enumerate(requests):
+        for uid, (prompt, count, arrives, _, client) in enumerate(requests):
             if arrives == step:
-                simulation.add(uid, prompt, count)
+                simulation.add(uid, prompt, count, client=client)
         simulation.step()
-        for uid, (_, _, arrives, aborted) in enumerate(requests):
+        for uid, (_, _, arrives, aborted, _) in enumerate(requests):
             if aborted is not None and step == arrives + aborted:
                 simulation.scheduler.remove(uid)
     simulation.run()
-    for uid, (prompt, count, _, aborted) in enumerate(requests):
+    for uid, (prompt, count, _, aborted, _) in enumerate(requests):
         expected = continuation(prompt, count)
         answer = simulation.answers[uid]
         if aborted is None:
@@ -183,6 +191,52 @@ def test_two_long_requests_do_not_preempt_each_other_for_ever() -> None:
         simulation.add(uid, [uid] * 6, 4)
     simulation.run()
     assert simulation.scheduler.num_preemptions < 5
+
+
+def admissions(simulation: Simulation) -> list[int]:
+    """The requests in the order in which they were begun."""
+    return [s.uid for plan in simulation.plans for s in plan.sequences if s.first]
+
+
+def test_a_flood_of_one_client_does_not_hold_up_another() -> None:
+    simulation = Simulation(num_blocks=500, max_sequences=4)
+    for uid in range(60):
+        simulation.add(uid, [uid] * 6, 5, client="flood")
+    for _ in range(12):
+        simulation.step()
+    earlier = len(admissions(simulation))
+    assert 4 < earlier < 30
+    for uid in range(100, 106):
+        simulation.add(uid, [uid] * 6, 5, client="other")
+    simulation.run()
+    order = admissions(simulation)[earlier:]
+    # In turn, but for what runs beside each other.
+    assert order.index(105) <= 2 * 6 + 4
+    assert [uid for uid in order if uid >= 100] == list(range(100, 106))
+    assert [uid for uid in order if uid < 100] == list(range(earlier, 60))
+
+
+def test_what_the_prefix_cache_saves_is_not_held_against_a_client() -> None:
+    simulation = Simulation(num_blocks=500, token_budget=20, max_sequences=1)
+    simulation.add(0, [1] * 16, 1)
+    simulation.run()
+    for uid in range(1, 11):
+        simulation.add(uid, [100 + uid] * 20, 1, client="new")
+        simulation.add(100 + uid, [1] * 16 + [uid] * 4, 1, client="cached")
+    simulation.run()
+    order = admissions(simulation)[1:]
+    # 20 tokens to compute against 4.
+    assert sum(uid > 100 for uid in order[:12]) == 10
+
+
+def test_the_request_admitted_last_is_preempted_first() -> None:
+    simulation = Simulation(num_blocks=12, token_budget=64)
+    for uid, client in ((0, "a"), (1, "a"), (9, "b")):
+        simulation.add(uid, [uid + 1] * 5, 35, client=client)
+    simulation.run()
+    assert admissions(simulation)[:3] == [0, 9, 1]
+    assert simulation.scheduler.num_preemptions > 0
+    assert list(simulation.reasons) == [0, 9, 1]
 
 
 def test_equal_prefixes_are_computed_once_and_the_last_token_always() -> None:
