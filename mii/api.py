@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from mii.channel import TLS_CA_VARIABLE
 from mii.client import MIIClient
 from mii.config import DeploymentConfig, EngineConfig
 from mii.errors import InvalidArgument
+from mii.keys import draw_token
 from mii.launch import ShowProgress, start_deployment, waiter_for_end
 from mii.machine import Machine
 from mii.models.checkpoint import default_cache, resolve_model
@@ -62,11 +64,17 @@ def serve(
     return client_of(Registry(default_cache()).get(config.deployment_name))
 
 
-def client(name_or_address: str) -> MIIClient:
+def client(
+    name_or_address: str, *, api_key: str | None = None, tls_ca: str | None = None
+) -> MIIClient:
     """Return a client of a running deployment.
 
     Args:
         name_or_address: the deployment's name, its model's name, or host:port of its router.
+        api_key: one of the deployment's keys, if it asks for one; None: $MII_API_KEY. A deployment
+            of this user on this machine needs none.
+        tls_ca: a PEM file with the authority of the deployment's certificate, if it speaks TLS;
+            "": one that this machine trusts anyway.
 
     Raises:
         DeploymentNotFoundError: if none of that name runs on this machine.
@@ -75,10 +83,10 @@ def client(name_or_address: str) -> MIIClient:
         raise InvalidArgument.of("name_or_address", name_or_address, "a name or host:port")
     record = find_deployment(name_or_address)
     if record is not None:
-        return client_of(record)
+        return client_of(record, api_key=api_key, tls_ca=tls_ca)
     host, _, port = name_or_address.rpartition(":")
     if host and port.isdecimal():
-        return MIIClient(name_or_address)
+        return MIIClient(name_or_address, api_key=api_key, tls_ca=tls_ca)
     return client_of(Registry(default_cache()).get(name_or_address))
 
 
@@ -196,13 +204,20 @@ def mii_query_handle(
     return QueryHandle(pipeline(name_or_model, tensor_parallel=tensor_parallel, **options))
 
 
-def client_of(record: DeploymentRecord) -> MIIClient:
-    """Return a client of a deployment in the registry."""
+def client_of(
+    record: DeploymentRecord, *, api_key: str | None = None, tls_ca: str | None = None
+) -> MIIClient:
+    """Return a client of a deployment in the registry, which knows its token; see `client`."""
+    if tls_ca is None and record.config.tls_certificate is not None:
+        tls_ca = os.environ.get(TLS_CA_VARIABLE, record.config.tls_certificate)
     return MIIClient(
         record.address,
         deployment_name=record.name,
         rest_address=record.rest_address,
         wait_until_gone=waiter_for_end(record),
+        api_key=api_key or record.config.token or None,
+        tls_ca=tls_ca,
+        tls_name=record.config.tls_name,
     )
 
 
@@ -238,7 +253,7 @@ def complete_deployment(
 ) -> tuple[DeploymentConfig, Plan]:
     """Find the model of a checked configuration, and choose all sizes."""
     engine = locate(config.engine, show)
-    config = replace(config, engine=engine, cache_path=str(default_cache()))
+    config = replace(config, engine=engine, cache_path=str(default_cache()), token=draw_token())
     return plan_deployment(config, Machine.here())
 
 

@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import weakref
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +114,7 @@ class AsyncMIIClient(DeploymentClient):
             self.address,
             deployment_name=self.deployment_name,
             wait_until_gone=self.wait_until_gone,
+            **asdict(self.security),
         ) as client:
             await asyncio.to_thread(client.terminate_server)
         self.terminated = True
@@ -145,7 +147,7 @@ class AsyncMIIClient(DeploymentClient):
                     yield piece
 
     async def _messages(self, request: GenerateRequest, timeout: float | None) -> Any:
-        call = self._stub().Generate(request, timeout=timeout)
+        call = self._stub().Generate(request, timeout=timeout, metadata=self.security.metadata)
         try:
             with self._errors():
                 async for message in call:
@@ -156,7 +158,9 @@ class AsyncMIIClient(DeploymentClient):
     async def _ask(self, method: str, request: Any, timeout: float | None) -> Any:
         seconds = check_timeout(timeout)
         with self._errors():
-            return await getattr(self._stub(), method)(request, timeout=seconds)
+            return await getattr(self._stub(), method)(
+                request, timeout=seconds, metadata=self.security.metadata
+            )
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
@@ -176,13 +180,12 @@ class AsyncMIIClient(DeploymentClient):
     def _stub(self) -> Any:
         from grpc import aio
 
-        from mii.channel import channel_options
         from mii.proto.inference_pb2_grpc import InferenceStub
 
         self.refuse_if_terminated()
         loop = asyncio.get_running_loop()
         channel = self._channels.get(loop)
         if channel is None:
-            channel = aio.insecure_channel(self.address, options=channel_options())
+            channel = self.security.open_channel(aio, self.address)
             self._channels[loop] = channel
         return InferenceStub(channel)

@@ -10,8 +10,7 @@ from typing import Any
 
 import grpc
 
-from mii.api import find_deployment
-from mii.channel import channel_options
+from mii.api import client_of, find_deployment
 from mii.errors import DeploymentNotFoundError, shorten
 from mii.proto.deployment_pb2 import (
     DeploymentStatus,
@@ -37,16 +36,18 @@ def scale(parsed: argparse.Namespace) -> int:
 
 def _operate(name: str, request: RestartRequest | ScaleRequest) -> int:
     record = _deployment(name)
-    with grpc.insecure_channel(record.address, channel_options()) as channel:
+    security = client_of(record).security
+    key = security.metadata
+    with security.open_channel(grpc, record.address) as channel:
         stub = DeploymentStub(channel)
-        watch: Any = stub.WatchStatus(WatchStatusRequest())
+        watch: Any = stub.WatchStatus(WatchStatusRequest(), metadata=key)
         shown = threading.Thread(target=_show, args=(watch,), daemon=True)
         shown.start()
         try:
             if isinstance(request, RestartRequest):
-                stub.Restart(request)
+                stub.Restart(request, metadata=key)
             else:
-                stub.Scale(request)
+                stub.Scale(request, metadata=key)
         except grpc.RpcError as error:
             raise error_of_call(error) from None
         finally:

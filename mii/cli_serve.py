@@ -13,6 +13,7 @@ from mii.cli import options_of
 from mii.launch import RunningDeployment, start_attached, start_deployment
 from mii.options import deployment_config
 from mii.progress_display import ProgressDisplay
+from mii.surfaces import describe_surfaces
 
 
 def serve(parsed: argparse.Namespace) -> int:
@@ -63,12 +64,8 @@ def print_columns(rows: Sequence[Sequence[str]]) -> None:
 def _print_surfaces(running: RunningDeployment) -> None:
     config = running.config
     print(f"{config.deployment_name} is ready")
-    print(f"  gRPC  {running.address}")
-    if running.rest_address is not None:
-        print(f"  REST  http://{running.rest_address}  (/generate, /v1/chat/completions, /health)")
-    for what, host in (("gRPC", config.host), ("REST", config.rest_host)):
-        if host not in ("localhost", "127.0.0.1", "::1") and (what == "gRPC" or config.enable_rest):
-            print(f"  {what} listens on {host}: other machines can reach it", flush=True)
+    for line in describe_surfaces(config, running.port, running.rest_port):
+        print(f"  {line}", flush=True)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

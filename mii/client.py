@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
+from mii.channel import ClientSecurity
 from mii.errors import Cancelled, DeploymentError, InvalidArgument, ServiceError, Unavailable
 from mii.generation import (
     Messages,
@@ -48,6 +49,11 @@ class DeploymentClient:
         deployment_name: str | None = None,
         rest_address: str | None = None,
         wait_until_gone: Callable[[], None] | None = None,
+        api_key: str | None = None,
+        tls_ca: str | None = None,
+        tls_name: str = "",
+        tls_certificate: str | None = None,
+        tls_key: str | None = None,
     ) -> None:
         """Connect at the first call.
 
@@ -57,6 +63,7 @@ class DeploymentClient:
             rest_address: host:port of the REST gateway, if there is one.
             wait_until_gone: called by `terminate_server`; returns when nothing is left. Without it,
                 the deployment counts as gone when nobody listens at the address any more.
+            api_key, tls_ca, tls_name, tls_certificate, tls_key: see `mii.channel.ClientSecurity`.
 
         Raises:
             InvalidArgument: if the address has no port.
@@ -69,6 +76,7 @@ class DeploymentClient:
         self.rest_address = rest_address
         self.wait_until_gone = wait_until_gone or self._wait_until_closed
         self.terminated = False
+        self.security = ClientSecurity(api_key, tls_ca, tls_name, tls_certificate, tls_key)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._name})"
@@ -213,7 +221,7 @@ class MIIClient(DeploymentClient):
 
         stub = ModelResponseStub(self._open_channel())
         try:
-            stub.Terminate(Empty(), timeout=_TERMINATE_SECONDS)
+            stub.Terminate(Empty(), timeout=_TERMINATE_SECONDS, metadata=self.security.metadata)
         except grpc.RpcError as error:
             failure = self.error_of(error)
             if not isinstance(failure, Unavailable):
@@ -253,7 +261,9 @@ class MIIClient(DeploymentClient):
         from mii.proto.inference_pb2_grpc import InferenceStub
 
         with self._connected():
-            call: Any = InferenceStub(self._open_channel()).Generate(request, timeout=timeout)
+            call: Any = InferenceStub(self._open_channel()).Generate(
+                request, timeout=timeout, metadata=self.security.metadata
+            )
         try:
             yield from call
         except grpc.RpcError as error:
@@ -271,7 +281,7 @@ class MIIClient(DeploymentClient):
         try:
             with self._connected():
                 return getattr(InferenceStub(self._open_channel()), method)(
-                    request, timeout=seconds
+                    request, timeout=seconds, metadata=self.security.metadata
                 )
         except grpc.RpcError as error:
             raise self.error_of(error) from None
@@ -297,10 +307,8 @@ class MIIClient(DeploymentClient):
             if self._channel is None:
                 import grpc
 
-                from mii.channel import channel_options
-
                 self._process = os.getpid()
-                self._channel = grpc.insecure_channel(self.address, options=channel_options())
+                self._channel = self.security.open_channel(grpc, self.address)
             return self._channel
 
 

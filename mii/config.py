@@ -60,6 +60,14 @@ class DeploymentConfig:
     replica_weights: tuple[float, ...] = ()  # by replica, how much of the work each gets; else 1
     max_requests: int = 2048  # that the router answers at one time
     max_queued_tokens: int = 4_000_000  # of their prompts and answers still to be computed
+    api_keys: tuple[str, ...] = ()  # digests of the keys that clients need; (): they need none
+    admin_keys: tuple[str, ...] = ()  # digests of the keys for calls that change the deployment
+    tls_certificate: str | None = None  # PEM file; None: no TLS
+    tls_key: str | None = None
+    tls_client_ca: str | None = None  # PEM file: clients show a certificate of these authorities
+    tls_name: str = ""  # a host name that the certificate is for
+    allow_open_access: bool = False  # without a key from other machines
+    token: str = ""  # shown by the deployment's own processes, and by its user's programs
     max_restarts: int = 5  # in a row, of a replica that keeps dying; 0: none is started again
     log_format: str = "text"  # or "json"
     log_level: str = "info"
@@ -77,5 +85,6 @@ class DeploymentConfig:
         values: dict[str, Any] = json.loads(text)
         values["engine"] = EngineConfig(**values["engine"])
         values["devices"] = tuple(values["devices"])
-        values["replica_weights"] = tuple(values["replica_weights"])
+        for name in ("replica_weights", "api_keys", "admin_keys"):
+            values[name] = tuple(values[name])
         return DeploymentConfig(**values)

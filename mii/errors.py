@@ -13,6 +13,8 @@
     └── ServiceError               an answer that did not come
         ├── Unavailable            nobody is there to answer; try again later (UNAVAILABLE, 503)
         │   └── Leaving            the one asked is about to end, as it was told to
+        ├── Unauthenticated        no key, or an unknown one (UNAUTHENTICATED, 401)
+        ├── PermissionDenied       the key is not one for this (PERMISSION_DENIED, 403)
         ├── Overloaded             a queue is full; try again later (RESOURCE_EXHAUSTED, 429)
         ├── SlowReader             too much of a stream is left unread (RESOURCE_EXHAUSTED)
         ├── DeadlineExceeded       the caller's deadline passed (DEADLINE_EXCEEDED, 504)
@@ -121,6 +123,18 @@ class Leaving(Unavailable):
     """The one asked is about to end in an orderly way."""
 
     code = "leaving"
+
+
+class Unauthenticated(ServiceError):
+    """No key, or an unknown one."""
+
+    code = "unauthenticated"
+
+
+class PermissionDenied(ServiceError):
+    """The key is known, and not one for this."""
+
+    code = "permission_denied"
 
 
 class Overloaded(ServiceError):

@@ -13,9 +13,11 @@ import os
 import re
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any, Protocol
 
 from mii.errors import InvalidArgument
+from mii.keys import LEAST_KEY_LENGTH, MAX_KEY_LENGTH, digest_of, is_key
 
 MAX_INTEGER = 2**31 - 1
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -103,6 +105,37 @@ class Number:
                 return number
         allowed = f"a number above {self.low:g} and up to {self.high:g}"
         raise InvalidArgument.of(name, value, allowed)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Keys of clients, of which digests are kept: a list, or a file with one on each line."""
+
+    metavar: str = "FILE"
+
+    def parse(self, text: str) -> object:
+        return text
+
+    def check(self, name: str, value: object) -> tuple[str, ...]:
+        if isinstance(value, str | os.PathLike):
+            try:
+                text = Path(value).expanduser().read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise InvalidArgument(
+                    f"{name} is neither a list of keys nor a file that can be read: {error}", name
+                ) from None
+            lines = (line.strip() for line in text.splitlines())
+            value = [line for line in lines if line and not line.startswith("#")]
+        if not isinstance(value, list | tuple) or not value:
+            raise InvalidArgument(f"{name} must be a list of keys, or a file of them", name)
+        for key in value:
+            if not isinstance(key, str) or not is_key(key):  # which stays out of the message
+                raise InvalidArgument(
+                    f"{name} has a key that is none: a key has {LEAST_KEY_LENGTH} to "
+                    f"{MAX_KEY_LENGTH} printable ASCII characters and no blanks",
+                    name,
+                )
+        return tuple(dict.fromkeys(map(digest_of, value)))
 
 
 @dataclass(frozen=True)

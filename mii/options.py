@@ -7,6 +7,7 @@ configuration that everything behind works with. No other module reads options f
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from mii.engine.params import PARAMETER_NAMES
 from mii.errors import DeploymentError, InvalidArgument, UnknownArgument, shorten
 from mii.option_checks import Choice
 from mii.option_table import OPTION_NAMES, OPTIONS
+from mii.tls import check_certificate, server_context
 
 _logger = logging.getLogger("mii")
 
@@ -199,12 +201,53 @@ def deployment_config(
         own["rest_host"] = own["host"]
     if own.get("enable_rest") and own.get("port", 0) == own.get("rest_port", -1) != 0:
         raise InvalidArgument.of("rest_port", own["rest_port"], "another port than port")
+    _check_openness(own)
+    _check_tls(own)
     return DeploymentConfig(
         engine=engine,
         port_is_default="port" not in own,
         rest_port_is_default="rest_port" not in own,
         **own,
     )
+
+
+def _check_openness(own: Mapping[str, Any]) -> None:
+    """Refuse to let other machines in without a key, unless that is what the user says."""
+    if own.get("api_keys") or own.get("allow_open_access"):
+        return
+    for name in ("host", "rest_host"):
+        host = own.get(name, "localhost")
+        if not is_loopback(host) and (name == "host" or own.get("enable_rest")):
+            raise InvalidArgument(
+                f"{name} = {shorten(host)} lets other machines in, and there are no api_keys: "
+                "give api_keys=, or say allow_open_access=True if the network is to be trusted",
+                name,
+            )
+
+
+def _check_tls(own: dict[str, Any]) -> None:
+    """Judge the certificate now, rather than when the first client does."""
+    names = ("tls_certificate", "tls_key")
+    given = [name for name in names if name in own]
+    if len(given) == 1 or ("tls_client_ca" in own and not given):
+        missing = next(name for name in names if name not in own)
+        raise InvalidArgument(
+            f"TLS needs tls_certificate and tls_key: {missing} is missing", missing
+        )
+    if given:
+        for name in (*names, "tls_client_ca"):
+            if name in own:
+                own[name] = os.path.abspath(os.path.expanduser(own[name]))
+        own["tls_name"] = check_certificate(own["tls_certificate"], own["tls_key"])
+        server_context(own["tls_certificate"], own["tls_key"], own.get("tls_client_ca"))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server that listens there."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def default_deployment_name(model_name: str) -> str:

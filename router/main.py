@@ -8,6 +8,7 @@ import logging
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final
 
 from aiohttp import web
@@ -18,8 +19,10 @@ from mii.config import DeploymentConfig
 from mii.errors import MIIError
 from mii.http2.limits import Limits
 from mii.http2.listener import Switch
-from mii.http2.server import Server
+from mii.http2.server import Server, ServerCall
+from mii.keys import key_headers
 from mii.proto import deployment_pb2, inference_pb2, modelresponse_pb2
+from mii.router.access import Access
 from mii.router.balancer import POLICIES
 from mii.router.exposition import Exposition
 from mii.router.gateway.app import make_app
@@ -35,6 +38,8 @@ from mii.router.transport import Http2Transport
 from mii.rpc import health, reflection
 from mii.rpc.health import Health
 from mii.rpc.methods import fault_of
+from mii.surfaces import describe_surfaces
+from mii.tls import server_context
 
 _SERVICES: Final = (
     inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
@@ -66,8 +71,12 @@ class Router:
         """
         self._config = config
         self._observer = Observer(config.engine.model_name)
+        self._access = Access(config.api_keys, config.admin_keys, config.token)
+        self._tls = None
+        if config.tls_certificate is not None and config.tls_key is not None:
+            self._tls = server_context(config.tls_certificate, config.tls_key, config.tls_client_ca)
         self._replicas = Replicas(
-            Http2Transport,
+            partial(Http2Transport, metadata=key_headers(config.token, {})),
             POLICIES[config.routing_policy](),
             lambda: self._health.changed(),
             weights=config.replica_weights,
@@ -90,12 +99,14 @@ class Router:
                 }
             ),
             limits=Limits(max_message_bytes=MAX_MESSAGE_BYTES),
+            authorise=self._authorise,
             fault_of=fault_of,
         )
         self._gateway = web.AppRunner(
             make_app(
                 relay,
                 config.deployment_name,
+                self._access,
                 self._observer,
                 Exposition(self._observer, self._replicas),
             ),
@@ -113,6 +124,8 @@ class Router:
         await self._gateway.setup()
         port = await self._start_grpc()
         rest_port = await self._start_rest() if self._config.enable_rest else None
+        for line in describe_surfaces(self._config, port, rest_port):
+            _logger.info("%s", line)
         return control.Ready(port=port, rest_port=rest_port)
 
     def update(self, told: control.Message) -> None:
@@ -137,9 +150,12 @@ class Router:
             addresses_of(config.host), config.port, fall_back=config.port_is_default, field="port"
         )
         for listener in sockets:
-            await self._server.listen(listener, protocol=self._switch)
+            await self._server.listen(listener, self._tls, protocol=self._switch)
         port: int = sockets[0].getsockname()[1]
         return port
+
+    def _authorise(self, call: ServerCall) -> None:
+        call.identity = self._access.check_call(call.path, call.headers)
 
     def _switch(self) -> asyncio.Protocol:
         """Return what begins a connection: REST is served on gRPC's port, too."""
@@ -155,7 +171,7 @@ class Router:
             field="rest_port",
         )
         for listener in sockets:
-            await web.SockSite(self._gateway, listener).start()
+            await web.SockSite(self._gateway, listener, ssl_context=self._tls).start()
         port: int = sockets[0].getsockname()[1]
         return port
 

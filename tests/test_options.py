@@ -37,6 +37,7 @@ def test_every_field_of_the_configuration_has_its_option() -> None:
         == {f.name for f in fields(EngineConfig)} - located
     )
     derived = {"engine", "port_is_default", "rest_port_is_default", "cache_path", "devices"}
+    derived |= {"tls_name", "token"}
     assert {option.name for option in OPTIONS if option.scope == "deployment"} == {
         f.name for f in fields(DeploymentConfig)
     } - derived
@@ -98,6 +99,7 @@ def test_deepspeed_miis_spellings() -> None:
                 "enable_restful_api": True,
                 "restful_api_port": 28081,
                 "restful_api_host": "0.0.0.0",
+                "allow_open_access": True,
                 "restful_processes": 32,
                 "hostfile": "/job/hostfile",
                 "version": 1,
@@ -113,6 +115,7 @@ def test_deepspeed_miis_spellings() -> None:
         enable_rest=True,
         rest_port=28081,
         rest_host="0.0.0.0",
+        allow_open_access=True,
         engine=EngineConfig(
             model_path="m",
             tokenizer_path="t",

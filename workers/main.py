@@ -91,6 +91,7 @@ def serve(start: Start, channel: ControlChannel, ending: Ending) -> None:
         return WorkerServer(
             WorkerStatus(start, lambda: engine_counters(generator.stats())),
             Servicer(engine, generator.prompts, config),
+            start.config.token,
         )
 
     server = thread.do(make_server())
@@ -120,7 +121,8 @@ def follow(start: Start, channel: ControlChannel, ending: Ending) -> None:
     stats = FollowerStats()
 
     async def make_server() -> WorkerServer:
-        return WorkerServer(WorkerStatus(start, lambda: StatusResponse(steps=stats.steps)))
+        status = WorkerStatus(start, lambda: StatusResponse(steps=stats.steps))
+        return WorkerServer(status, token=start.config.token)
 
     server = thread.do(make_server())
 

@@ -10,8 +10,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
 
 from mii.channel import MAX_MESSAGE_BYTES
+from mii.errors import Unauthenticated
 from mii.http2.limits import Limits
-from mii.http2.server import Server
+from mii.http2.server import Server, ServerCall
+from mii.keys import digest_of, is_among
 from mii.proto import inference_pb2, worker_pb2
 from mii.rpc import health, reflection
 from mii.rpc.health import Health
@@ -83,7 +85,17 @@ class WorkerServer:
     Belongs to one event loop.
     """
 
-    def __init__(self, status: WorkerStatus, inference: Servicer | None = None) -> None:
+    def __init__(
+        self, status: WorkerStatus, inference: Servicer | None = None, token: str = ""
+    ) -> None:
+        """Listen on nothing yet.
+
+        Args:
+            status: of this rank.
+            inference: on rank 0.
+            token: that calls must show; "": they need none.
+        """
+        self._token = (digest_of(token),) if token else ()
         services = [_WORKER] if inference is None else [_WORKER, _INFERENCE]
         self._serving = True
         self._health = Health([*services, *reflection.SERVICES], lambda: self._serving)
@@ -95,8 +107,14 @@ class WorkerServer:
                 **reflection.reflection_handlers([*services, health.SERVICE]),
             },
             limits=_LIMITS,
+            authorise=self._authorise,
             fault_of=fault_of,
         )
+
+    def _authorise(self, call: ServerCall) -> None:
+        key = call.headers.get("authorization", "").removeprefix("Bearer ")
+        if self._token and not is_among(key, self._token):
+            raise Unauthenticated("this worker answers its own router only")
 
     async def start(self, preferred_port: int) -> int:
         """Listen on the preferred port if it is free, else on any; return which it is."""

@@ -63,6 +63,7 @@ class ServerCall:
         "ended",
         "headers",
         "held_bytes",
+        "identity",
         "loss",
         "path",
         "trailing_metadata",
@@ -73,6 +74,7 @@ class ServerCall:
         self.headers = headers
         self.loss: Loss | None = None  # if the client, or the way to it, is gone
         self.ended = False
+        self.identity: object = None  # for `authorise` to say who calls
         self.held_bytes = 0  # of a message that is not whole yet
         self.trailing_metadata: Metadata = ()
         self._server = server

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from mii.messages import check_model, check_request_id, new_request_id
 from mii.proto.inference_pb2 import ListModelsResponse, Model
+from mii.router.access import Access
 from mii.router.exposition import Exposition
 from mii.router.gateway import chat, completions
 from mii.router.gateway.answer import respond
@@ -24,6 +25,7 @@ from mii.router.relay import Relay
 from mii.status import known_error
 
 _MODELS_TIMEOUT = 5.0  # seconds
+_OPEN_PATHS = ("/health", "/live")  # which tell nothing but whether requests are answered
 
 
 class OpenAIRoutes:
@@ -139,19 +141,40 @@ async def name_request(request: web.Request, response: web.StreamResponse) -> No
     response.headers["x-request-id"] = request.get("request_id", "")
 
 
+def only_known(access: Access) -> Any:
+    """Return the middleware that lets nobody in without a key where one is needed."""
+
+    @web.middleware
+    async def let_in(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if request.path not in _OPEN_PATHS:
+            headers = {name.lower(): value for name, value in request.headers.items()}
+            request["caller"] = access.check(headers)
+        return await handler(request)
+
+    return let_in
+
+
 def make_app(
-    relay: Relay, deployment_name: str, observer: Observer, exposition: Exposition
+    relay: Relay,
+    deployment_name: str,
+    access: Access,
+    observer: Observer,
+    exposition: Exposition,
 ) -> web.Application:
     """Return the gateway of a deployment.
 
     Args:
         relay: answers.
         deployment_name: what the deployment is called.
+        access: says who may ask.
         observer: sees the requests.
         exposition: tells what was counted.
     """
     app = web.Application(
-        middlewares=[observer.middleware, answer_errors], client_max_size=MAX_BODY_BYTES
+        middlewares=[observer.middleware, answer_errors, only_known(access)],
+        client_max_size=MAX_BODY_BYTES,
     )
     app.on_response_prepare.append(name_request)
     native = NativeRoutes(relay, deployment_name)

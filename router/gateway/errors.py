@@ -15,6 +15,8 @@ from mii.errors import (
     MIIError,
     ModelNotFound,
     Overloaded,
+    PermissionDenied,
+    Unauthenticated,
     Unavailable,
 )
 from mii.router.gateway.body import MAX_BODY_BYTES, json_response
@@ -27,6 +29,8 @@ _STATUSES: Final[dict[type[MIIError], int]] = {
     InvalidArgument: 400,
     ModelNotFound: 404,
     DeploymentNotFoundError: 404,
+    Unauthenticated: 401,
+    PermissionDenied: 403,
     Overloaded: 429,
     Cancelled: 499,
     Unavailable: 503,
@@ -54,6 +58,8 @@ def error_response(error: MIIError) -> web.Response:
     if status in (429, 503):
         seconds = getattr(error, "retry_after", None) or _RETRY_AFTER
         headers["Retry-After"] = str(math.ceil(seconds))
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     return _told(error.code, json_response(error_body(error), status, headers))
 
 
@@ -85,8 +91,8 @@ def _told(code: str, response: web.Response) -> web.Response:
 
 
 def _body(message: str, status: int, param: str | None, code: str) -> dict[str, Any]:
-    if status == 429:
-        kind = "rate_limit_error"
-    else:
+    kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+    kind = kinds.get(status)
+    if kind is None:
         kind = "server_error" if status >= 500 else "invalid_request_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

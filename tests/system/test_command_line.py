@@ -31,10 +31,11 @@ def foreground(cache: Path, tiny_model: Path) -> Iterator[DeploymentRecord]:
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(4)]
         record = Registry(cache).get("tiny-mii-deployment")
+        open_to_all = "(listens on localhost, no TLS, no key needed)"
         assert lines == [
             "tiny-mii-deployment is ready\n",
-            f"  gRPC  {record.address}\n",
-            f"  REST  http://{record.rest_address}  (/generate, /v1/chat/completions, /health)\n",
+            f"  gRPC and REST at {record.address} {open_to_all}\n",
+            f"  REST at http://{record.rest_address} {open_to_all}\n",
             "  Ctrl-C stops it\n",
         ]
         belongings = Belongings.of(record.supervisor.pid)

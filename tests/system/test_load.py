@@ -12,6 +12,7 @@ import pytest
 
 import mii
 from mii import AsyncMIIClient, MIIClient
+from mii.keys import key_headers
 from mii.proto.worker_pb2 import StatusRequest, StatusResponse
 from mii.proto.worker_pb2_grpc import WorkerStub
 from mii.registry import Registry
@@ -63,7 +64,8 @@ def status_of(cache: Path, client: MIIClient) -> StatusResponse:
     record = Registry(cache).get(str(client.deployment_name))
     port = next(process.port for process in record.processes if process.role == "worker")
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        return WorkerStub(channel).Status(StatusRequest(), timeout=30)
+        key = key_headers(record.config.token, {})
+        return WorkerStub(channel).Status(StatusRequest(), timeout=30, metadata=key)
 
 
 @pytest.mark.parametrize(
