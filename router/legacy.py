@@ -10,7 +10,7 @@ from google.protobuf.empty_pb2 import Empty
 
 from mii.engine.params import check_params
 from mii.errors import InvalidArgument
-from mii.http2.server import Handler, ServerCall
+from mii.http2.server_call import Handler, ServerCall
 from mii.messages import MAX_SEQUENCES, check_sampling_size, new_request_id, sampling_message
 from mii.proto.inference_pb2 import (
     DEFAULTS_MII,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from mii import control
 from mii.errors import DeploymentError, InvalidArgument
-from mii.http2.server import Handler, ServerCall
+from mii.http2.server_call import Handler, ServerCall
 from mii.proto.deployment_pb2 import (
     REPLICA_STATE_DEAD,
     REPLICA_STATE_READY,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mii.http2.server import Handler, ServerCall
+from mii.http2.server_call import Handler, ServerCall
 from mii.messages import ACCEPTED_KEY, check_request_id, new_request_id
 from mii.proto.inference_pb2 import (
     DetokenizeRequest,

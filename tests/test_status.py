@@ -24,7 +24,8 @@ from mii.errors import (
     Unavailable,
 )
 from mii.http2.limits import Limits
-from mii.http2.server import Server, ServerCall
+from mii.http2.server import Server
+from mii.http2.server_call import ServerCall
 from mii.proto.inference_pb2 import TokenizeRequest, TokenizeResponse
 from mii.proto.inference_pb2_grpc import (
     InferenceStub,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from mii.control import Start
 from mii.engine.metrics import EngineStats
-from mii.http2.server import Handler, ServerCall
+from mii.http2.server_call import Handler, ServerCall
 from mii.parallel.links import PlanReceiver, PlanSender
 from mii.parallel.rank import Rank
 from mii.proto.worker_pb2 import StatusRequest, StatusResponse

@@ -19,7 +19,7 @@ from mii.engine.plan import TokenLogprobs as EngineLogprobs
 from mii.engine.prompts import ChatPrompt, GenerationRequest, PromptProcessor
 from mii.engine.prompts import Prompt as EnginePrompt
 from mii.errors import InvalidArgument, MIIError, Unavailable
-from mii.http2.server import Handler, ServerCall
+from mii.http2.server_call import Handler, ServerCall
 from mii.messages import (
     ACCEPTED_KEY,
     check_model,

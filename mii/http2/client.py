@@ -29,15 +29,25 @@ Metadata = tuple[tuple[str, str], ...]
 _CONNECT_SECONDS: Final = 5.0
 _FIXED_HEADERS: Final = (
     (b":method", b"POST"),
-    (b":scheme", b"http"),
     (b"content-type", CONTENT_TYPE),
     (b"te", b"trailers"),
 )
-_STATUS_OF_LOSS: Final = {
+_STATUS_OF_LOSS: Final[dict[int, StatusCode]] = {
     ErrorCode.REFUSED_STREAM: StatusCode.UNAVAILABLE,
     ErrorCode.CANCEL: StatusCode.CANCELLED,
     ErrorCode.ENHANCE_YOUR_CALM: StatusCode.RESOURCE_EXHAUSTED,
     ErrorCode.INADEQUATE_SECURITY: StatusCode.PERMISSION_DENIED,
+}
+# gRPC's http-grpc-status-mapping.md: of what answers instead of a gRPC server.
+_STATUS_OF_HTTP: Final = {
+    "400": StatusCode.INTERNAL,
+    "401": StatusCode.UNAUTHENTICATED,
+    "403": StatusCode.PERMISSION_DENIED,
+    "404": StatusCode.UNIMPLEMENTED,
+    "429": StatusCode.UNAVAILABLE,
+    "502": StatusCode.UNAVAILABLE,
+    "503": StatusCode.UNAVAILABLE,
+    "504": StatusCode.UNAVAILABLE,
 }
 
 
@@ -99,19 +109,26 @@ class ClientCall:
     def headers_received(self, headers: list[Header], ended: bool) -> None:
         check_response(headers, trailers=self._headers_came)
         plain = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
-        if plain.get(":status", "200").startswith("1"):
+        status = plain.get(":status", "")
+        if status.startswith("1") and not ended:
             return
-        if not self._headers_came and plain.get(":status") != "200":
-            reason = f"the server answers with HTTP status {plain.get(':status')}"
-            self._finish(CallFault(StatusCode.UNAVAILABLE, reason))
-        elif ended:
+        if ended and "grpc-status" in plain:
             self._finish(_fault_of(plain))
+        elif not self._headers_came and status != "200":
+            code = _STATUS_OF_HTTP.get(status, StatusCode.UNKNOWN)
+            self._finish(CallFault(code, f"the server answers with HTTP status {status[:8]}"))
+        elif ended:
+            self._finish(CallFault(StatusCode.UNKNOWN, "the server ended the call without status"))
+        elif self._headers_came:
+            raise StreamFault(ErrorCode.PROTOCOL_ERROR, "trailers that do not end the stream")
         else:
             self._headers_came = True
             if self._on_headers is not None:
                 self._on_headers(plain)
 
     def data_received(self, data: bytes, ended: bool) -> None:
+        if not self._headers_came:
+            raise StreamFault(ErrorCode.PROTOCOL_ERROR, "data before headers")
         try:
             messages = self._reader.feed(data)
         except CallFault as fault:
@@ -131,7 +148,7 @@ class ClientCall:
         self._stream = None
         code = StatusCode.UNAVAILABLE
         if not (loss.with_connection or loss.unprocessed):
-            code = _STATUS_OF_LOSS.get(ErrorCode(loss.code), StatusCode.INTERNAL)
+            code = _STATUS_OF_LOSS.get(loss.code, StatusCode.INTERNAL)
         self._finish(CallFault(code, loss.message))
 
     def resume_writing(self) -> None:
@@ -159,7 +176,7 @@ class ClientCall:
             self._timer.cancel()
             self._timer = None
         stream, self._stream = self._stream, None
-        if stream is not None and not (stream.ended_here and stream.ended_there):
+        if stream is not None and not stream.over:
             stream.reset(ErrorCode.CANCEL)
 
 
@@ -168,7 +185,8 @@ def _fault_of(trailers: dict[str, str]) -> CallFault | None:
     status = trailers.get("grpc-status", "")
     if status == "0":
         return None
-    code = int(status) if status.isdigit() else int(StatusCode.UNKNOWN)
+    known = status.isascii() and status.isdigit() and len(status) < 4
+    code = int(status) if known else int(StatusCode.UNKNOWN)
     text = decode_message_text(trailers.get("grpc-message", "").encode("latin-1"))
     metadata = tuple(item for item in trailers.items() if not item[0].startswith((":", "grpc-")))
     return CallFault(code, text or "the server gives no reason", metadata)
@@ -179,10 +197,11 @@ class _ClientConnection(Connection):
 
     is_server: ClassVar[bool] = False
 
-    def __init__(self, limits: Limits, on_closed: Callable[[str], None]) -> None:
+    def __init__(self, limits: Limits, on_lost: Callable[[_ClientConnection], None]) -> None:
         super().__init__(limits)
-        self._on_closed = on_closed
+        self._on_lost = on_lost
         self._next_stream = 1
+        self._change: asyncio.Event | None = None  # while somebody waits for it
 
     def open(self, receiver: ClientCall) -> Stream:
         """Open a stream."""
@@ -193,15 +212,41 @@ class _ClientConnection(Connection):
 
     @property
     def usable(self) -> bool:
-        """Whether it takes another stream."""
+        """Whether it takes another stream now."""
         return (
             not self.closing
             and len(self.streams) < self.peer_max_streams
-            and self._next_stream < MAX_STREAM_ID
+            and self._next_stream <= MAX_STREAM_ID
         )
 
+    @property
+    def used_up(self) -> bool:
+        """Whether it never takes another stream."""
+        return self.closing or self._next_stream > MAX_STREAM_ID
+
+    async def changed(self) -> None:
+        """Return when a stream has ended, or the connection."""
+        if self._change is None:
+            self._change = asyncio.Event()
+        await self._change.wait()
+
+    def forget(self, stream: Stream) -> None:
+        super().forget(stream)
+        if self._change is not None:
+            self._tell_change()
+
     def closed(self, message: str) -> None:
-        self._on_closed(message)
+        if self._change is not None:
+            self._tell_change()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)
+        self._on_lost(self)
+
+    def _tell_change(self) -> None:
+        assert self._change is not None
+        self._change.set()
+        self._change = None
 
     def headers_received(self, number: int, headers: list[Header], ended: bool) -> None:
         stream = self.streams.get(number)
@@ -211,11 +256,10 @@ class _ClientConnection(Connection):
             return  # of a call that was cancelled meanwhile
         if stream.ended_there:
             raise StreamFault(ErrorCode.STREAM_CLOSED, "headers after the end")
-        if ended:
-            stream.ended_there = True
-            if stream.ended_here and not stream.unsent_bytes:
-                self.forget(stream)
+        stream.ended_there = ended
         stream.receiver.headers_received(headers, ended)
+        if stream.over:
+            self.forget(stream)
 
     def _is_idle(self, number: int) -> bool:
         return number % 2 == 0 or number >= self._next_stream
@@ -244,11 +288,13 @@ class Channel:
         self._limits = limits
         self._tls = tls
         authority = (b":authority", address.encode())
-        fixed = [authority, *_FIXED_HEADERS]
+        scheme = (b":scheme", b"http" if tls is None else b"https")
+        fixed = [authority, scheme, *_FIXED_HEADERS]
         self._fixed = encode_headers(fixed)
         self._metadata = encode_headers(metadata_block(metadata))
         self._connection: _ClientConnection | None = None
-        self._connecting: asyncio.Task[_ClientConnection] | None = None
+        self._connections: set[_ClientConnection] = set()  # that one, and those it has replaced
+        self._connecting: asyncio.Task[None] | None = None
         self._closed = False
 
     async def call(
@@ -272,18 +318,23 @@ class Channel:
             on_headers: is called with the response's initial metadata.
 
         Raises:
-            CallFault: UNAVAILABLE, if there is no connection to be had.
+            CallFault: UNAVAILABLE, if there is no connection to be had; DEADLINE_EXCEEDED, if not
+                in time.
+            ValueError: for metadata that cannot be sent.
         """
-        connection = self._connection
-        if connection is None or not connection.usable:
-            connection = await self._connected()
-        call = ClientCall(self._limits.max_message_bytes, on_message, on_headers)
-        stream = connection.open(call)
         block = encode_headers(((b":path", path.encode()),)) + self._fixed + self._metadata
-        if timeout is not None:
-            block += encode_headers(((b"grpc-timeout", format_timeout(timeout)),))
         if metadata:
             block += encode_headers(metadata_block(metadata))
+        connection = self._connection
+        if connection is None or not connection.usable:
+            began = asyncio.get_running_loop().time()
+            connection = await self._connected(timeout)
+            if timeout is not None:
+                timeout = max(0.0, timeout - (asyncio.get_running_loop().time() - began))
+        if timeout is not None:
+            block += encode_headers(((b"grpc-timeout", format_timeout(timeout)),))
+        call = ClientCall(self._limits.max_message_bytes, on_message, on_headers)
+        stream = connection.open(call)
         stream.send_headers(block)
         stream.send(frame_message(body))
         stream.end()
@@ -311,21 +362,41 @@ class Channel:
         if self._connecting is not None:
             self._connecting.cancel()
             await asyncio.wait([self._connecting])
-        if self._connection is not None:
-            self._connection.abort("the connection was given up")
+        for connection in list(self._connections):
+            connection.abort("the connection was given up")
 
-    async def _connected(self) -> _ClientConnection:
+    async def _connected(self, timeout: float | None) -> _ClientConnection:
+        """Return the connection when it takes another stream; a new one if it never will."""
+        try:
+            async with asyncio.timeout(timeout):
+                while True:
+                    connection = self._connection
+                    if connection is None or connection.used_up:
+                        await self._new_connection()
+                    elif not connection.usable:
+                        await connection.changed()
+                    else:
+                        return connection
+        except TimeoutError:
+            message = "the call's deadline has passed before there was a connection for it"
+            raise CallFault(StatusCode.DEADLINE_EXCEEDED, message) from None
+
+    async def _new_connection(self) -> None:
         if self._connecting is None:
             self._connecting = asyncio.create_task(self._connect())
             self._connecting.add_done_callback(self._settled)
-        return await asyncio.shield(self._connecting)
+        connecting = self._connecting
+        await asyncio.wait([connecting])
+        if connecting.cancelled():
+            raise CallFault(StatusCode.UNAVAILABLE, "the channel is closed")
+        connecting.result()
 
-    def _settled(self, task: asyncio.Task[_ClientConnection]) -> None:
+    def _settled(self, task: asyncio.Task[None]) -> None:
         self._connecting = None
         with contextlib.suppress(asyncio.CancelledError):
             task.exception()
 
-    async def _connect(self) -> _ClientConnection:
+    async def _connect(self) -> None:
         if self._closed:
             raise CallFault(StatusCode.UNAVAILABLE, "the channel is closed")
         made = _ClientConnection(self._limits, self._lost)
@@ -339,9 +410,11 @@ class Channel:
             address = f"{self._host}:{self._port}"
             message = f"no connection to {address}: {error or 'it takes too long'}"
             raise CallFault(StatusCode.UNAVAILABLE, message) from None
-        self._connection = made
-        return made
+        if not made.closing:
+            self._connection = made
+            self._connections.add(made)
 
-    def _lost(self, message: str) -> None:
-        if self._connection is not None and self._connection.closing:
+    def _lost(self, connection: _ClientConnection) -> None:
+        self._connections.discard(connection)
+        if self._connection is connection:
             self._connection = None

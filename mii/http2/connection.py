@@ -1,11 +1,11 @@
-"""One HTTP/2 connection: frames, windows, limits. What both ends have in common."""
+"""One HTTP/2 connection: what comes on it, and whether it may. What both ends have in common."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from abc import abstractmethod
-from typing import ClassVar, Final, cast
+from typing import Final
 
 from mii.http2.frames import (
     DEFAULT_WINDOW,
@@ -24,7 +24,6 @@ from mii.http2.frames import (
     goaway,
     read_settings,
     rst_stream,
-    settings,
     uint32,
     unpack_header,
     window_update,
@@ -32,11 +31,12 @@ from mii.http2.frames import (
 )
 from mii.http2.headers import Header, HeaderDecoder, HeadersTooLarge
 from mii.http2.limits import Bucket, Limits
+from mii.http2.sender import Sender
 from mii.http2.stream import Loss, Stream
 
 _DATA: Final = int(FrameType.DATA)
-_HOUSEKEEPING_SECONDS: Final = 5.0
-_WRITE_BUFFER_BYTES: Final = 2**18  # in the transport, beyond which data waits in its streams
+_NO_TABLE: Final = b"\x20"  # HPACK: the dynamic table has no room from here on
+_SMALL_BYTES: Final = 1024  # of DATA that nobody wants: more of it costs its sender more than us
 
 _logger = logging.getLogger(__name__)
 
@@ -52,36 +52,22 @@ class _OpenBlock:
         self.began = now
 
 
-class Connection(asyncio.Protocol):
+class Connection(Sender):
     """One end of a connection.
 
     Args:
         limits: what the peer may do.
     """
 
-    is_server: ClassVar[bool]
-
     def __init__(self, limits: Limits) -> None:
-        self.limits = limits
-        self.loop = asyncio.get_running_loop()
-        self.time = self.loop.time()  # when the peer was last heard, or took data
-        self.streams: dict[int, Stream] = {}
-        self.initial_window = DEFAULT_WINDOW  # of the streams that we send on
-        self.window = DEFAULT_WINDOW  # bytes that we may send on all streams together
-        self.writable = False  # the transport takes data
-        self.last_stream = 0  # the highest that the peer has opened
-        self.closing = False
+        super().__init__(limits)
         self.peer_max_streams = MAX_STREAM_ID
-        self._transport: asyncio.Transport | None = None
         self._rest = b""  # of what was read: part of a frame
-        self._out: list[bytes] = []
-        self._flush_is_due = False
-        self._unsent_control = 0  # bytes, since the transport last took data
-        self._waiting: dict[Stream, None] = {}  # for the connection's window, in order
         self._decoder = HeaderDecoder(limits.max_header_bytes)
         self._block: _OpenBlock | None = None
+        self._takes_data = False  # SETTINGS have come, and no header block is open
         self._deaf = False  # header blocks are skipped: see `_hear_no_more`
-        self._receive_window = limits.connection_window
+        self._receive_window = max(DEFAULT_WINDOW, limits.connection_window)
         self._credit = 0
         self._nuisances = Bucket(limits.nuisances, limits.nuisances_per_second, self.time)
         self._began = self.time
@@ -100,146 +86,14 @@ class Connection(asyncio.Protocol):
             ConnectionFault, StreamFault: if it may not be.
         """
 
-    def closed(self, message: str) -> None:
-        """Note that the connection is gone; its streams have been told."""
-
-    # Towards streams.
-
-    def send(self, data: bytes) -> None:
-        """Send frames, with all that is sent in this turn of the event loop."""
-        self._out.append(data)
-        if not self._flush_is_due:
-            self._flush_is_due = True
-            self.loop.call_soon(self._flush)
-
-    def send_control(self, data: bytes) -> None:
-        """Send a frame that no window holds back; ends the connection if the peer reads none."""
-        if not self.writable:
-            self._unsent_control += len(data)
-            if self._unsent_control > self.limits.max_unsent_control_bytes:
-                self.abort("the peer does not read")
-                return
-        self.send(data)
-
-    def wait_for_room(self, stream: Stream) -> None:
-        """Have a stream send what is pending when the connection has room again."""
-        if self.window <= 0 or not self.writable:
-            self._waiting[stream] = None
-
-    def sent_end(self, stream: Stream) -> None:
-        """Note that a stream has sent its end."""
-        if stream.ended_there:
-            self.forget(stream)
-        elif self.is_server:  # RFC 9113, 8.1: the rest of the request is not wanted
-            stream.reset(ErrorCode.NO_ERROR)
-
-    def forget(self, stream: Stream) -> None:
-        """Drop a stream; frames that still come for it are ignored."""
-        self._waiting.pop(stream, None)
-        if self.streams.pop(stream.number, None) is not None and not self.streams and self.closing:
-            self.close()
-
-    # Beginning and end.
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
-        self._transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
-        self.writable = True
-        values = {
-            Setting.INITIAL_WINDOW_SIZE: self.limits.stream_window,
-            Setting.MAX_HEADER_LIST_SIZE: self.limits.max_header_bytes,
-            Setting.MAX_CONCURRENT_STREAMS: self.limits.max_streams,
-        }
-        if not self.is_server:
-            values = values | {Setting.ENABLE_PUSH: 0}
-            del values[Setting.MAX_CONCURRENT_STREAMS]
-        opening = b"" if self.is_server else PREFACE
-        opening += settings(values)
-        opening += window_update(0, self.limits.connection_window - DEFAULT_WINDOW)
-        self.send(opening)
-        self._housekeeper = self.loop.call_later(_HOUSEKEEPING_SECONDS, self._keep_house)
+        super().connection_made(transport)
+        self._housekeeper = self.loop.call_later(self.limits.housekeeping_seconds, self._keep_house)
 
-    def connection_lost(self, error: Exception | None) -> None:
-        self._end(f"the connection broke off{f': {error}' if error else ''}")
-
-    def close(self) -> None:
-        """Close when what is on its way has gone out."""
-        self._flush()
-        if self._transport is not None:
-            self._transport.close()
-
-    def abort(self, message: str) -> None:
-        """Close at once."""
-        transport = self._transport
-        self._end(message)
-        if transport is not None:
-            transport.abort()
-
-    def drain(self) -> None:
-        """Take no more streams, and close when those under way have ended."""
-        if not self.closing and self._transport is not None:
-            self.closing = True
-            # The peer may have opened some that have not arrived: they are served, too.
-            self.send(goaway(MAX_STREAM_ID, ErrorCode.NO_ERROR, "the server is stopping"))
-            if not self.streams:
-                self.close()
-
-    def _end(self, message: str, code: int = ErrorCode.CANCEL) -> None:
-        if self._transport is None:
-            return
-        self._transport = None
-        self.writable = False
-        self.closing = True
+    def _end(self, message: str) -> None:
         if self._housekeeper is not None:
             self._housekeeper.cancel()
-        streams = list(self.streams.values())
-        self.streams.clear()
-        self._waiting.clear()
-        for stream in streams:
-            stream.discard()
-            stream.receiver.stream_lost(Loss(code, message, with_connection=True))
-        self.closed(message)
-
-    def _fail(self, fault: ConnectionFault) -> None:
-        """Tell the peer what it did wrong, and close."""
-        _logger.warning("an HTTP/2 connection is closed: %s: %s", fault.code.name, fault)
-        self.send(goaway(self.last_stream, fault.code, str(fault)))
-        self._flush()
-        transport = self._transport
-        self._end(str(fault))
-        if transport is not None:
-            transport.close()
-
-    # Writing.
-
-    def _flush(self) -> None:
-        self._flush_is_due = False
-        if self._out and self._transport is not None:
-            self._transport.write(b"".join(self._out))
-        self._out.clear()
-
-    def pause_writing(self) -> None:
-        self.writable = False
-
-    def resume_writing(self) -> None:
-        if self._transport is None:
-            return
-        self.writable = True
-        self.time = self.loop.time()
-        self._unsent_control = 0
-        for stream in list(self.streams.values()):
-            if stream.unsent_bytes:
-                self._waiting[stream] = None
-        self._serve_waiting()
-
-    def _serve_waiting(self) -> None:
-        """Let streams that wait send, a frame each in turn."""
-        while self._waiting and self.window > 0 and self.writable:
-            stream = next(iter(self._waiting))
-            del self._waiting[stream]
-            stream.send_pending(frames=1)
-            if stream.unsent_bytes and stream.window > 0:
-                self._waiting[stream] = None
+        super()._end(message)
 
     # Reading.
 
@@ -285,7 +139,7 @@ class Connection(asyncio.Protocol):
                 break
             number &= MAX_STREAM_ID
             try:
-                if kind == _DATA and self._block is None:
+                if kind == _DATA and self._takes_data:
                     self._on_data(number, flags, buffer[begin:end])
                 else:
                     self._on_other(kind, number, flags, buffer[begin:end])
@@ -300,6 +154,9 @@ class Connection(asyncio.Protocol):
         self._count_nuisance()
         stream = self.streams.get(number)
         if stream is None:
+            if self._is_idle(number):  # which must not be reset
+                raise ConnectionFault(fault.code, str(fault))
+            self.note_cut_short(number)
             self.send_control(rst_stream(number, fault.code))
             return
         stream.reset(fault.code)
@@ -317,7 +174,7 @@ class Connection(asyncio.Protocol):
             self._credit = 0
         stream = self.streams.get(number)
         if stream is None or stream.ended_there:
-            self._on_stray(number, stream)
+            self._on_stray(number, stream, length)
             return
         if flags & Flag.PADDED:
             payload = without_padding(payload, flags)
@@ -333,6 +190,8 @@ class Connection(asyncio.Protocol):
         except Exception:
             _logger.exception("a stream's receiver failed")
             raise StreamFault(ErrorCode.INTERNAL_ERROR, "internal error") from None
+        if ended and stream.over:
+            self.forget(stream)
 
     def _take_credit(self, stream: Stream, length: int, ended: bool) -> None:
         """Note that a stream's data has come; give its window back in pieces."""
@@ -342,24 +201,21 @@ class Connection(asyncio.Protocol):
         stream.credit += length
         if ended:
             stream.ended_there = True
-            if stream.ended_here and not stream.unsent_bytes:
-                self.forget(stream)
-        elif stream.credit * 2 >= self.limits.stream_window:
-            self.send_control(window_update(stream.number, stream.credit))
-            stream.receive_window += stream.credit
-            stream.credit = 0
+        elif stream.credit * 2 >= self.limits.stream_window and not stream.holds_credit:
+            stream.return_credit()
 
-    def _on_stray(self, number: int, stream: Stream | None) -> None:
-        """Judge a frame for a stream that is not open."""
+    def _on_stray(self, number: int, stream: Stream | None, length: int) -> None:
+        """Judge DATA for a stream that takes none."""
         if number == 0 or self._is_idle(number):
-            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, f"a frame on idle stream {number}")
-        self._count_nuisance()
+            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, f"DATA on idle stream {number}")
+        if length < _SMALL_BYTES:
+            self._count_nuisance()
         if stream is not None:
             raise StreamFault(ErrorCode.STREAM_CLOSED, "data after the end")
 
     def _is_idle(self, number: int) -> bool:
         """Whether a stream has never been opened, by either side."""
-        return number > self.last_stream
+        return (number > self.last_stream and not self._deaf) or number % 2 == 0
 
     def _on_other(self, kind: int, number: int, flags: int, payload: bytes) -> None:
         if self._block is not None and (
@@ -370,6 +226,7 @@ class Connection(asyncio.Protocol):
             if kind != FrameType.SETTINGS or flags & Flag.ACK:
                 raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "the first frame is no SETTINGS")
             self._settings_are_due = False
+            self._takes_data = True
         match kind:
             case FrameType.HEADERS | FrameType.CONTINUATION if self._deaf:
                 self._count_nuisance()
@@ -410,6 +267,7 @@ class Connection(asyncio.Protocol):
             self._on_block(number, flags, payload)
         else:
             self._block = _OpenBlock(number, flags, payload, self.time)
+            self._takes_data = False
 
     def _on_continuation(self, flags: int, payload: bytes) -> None:
         block = self._block
@@ -420,12 +278,16 @@ class Connection(asyncio.Protocol):
         block.fragments.append(payload)
         block.size += len(payload)
         if block.size > self.limits.max_header_bytes:
-            self._block = None
+            self._end_block()
             limit = self.limits.max_header_bytes
             self._hear_no_more(HeadersTooLarge(f"a header block of more than {limit} bytes"))
         elif flags & Flag.END_HEADERS:
-            self._block = None
+            self._end_block()
             self._on_block(block.stream, block.flags, b"".join(block.fragments))
+
+    def _end_block(self) -> None:
+        self._block = None
+        self._takes_data = True
 
     def _on_block(self, number: int, flags: int, block: bytes) -> None:
         try:
@@ -458,8 +320,10 @@ class Connection(asyncio.Protocol):
     def _on_window_update(self, number: int, increment: int) -> None:
         increment &= MAX_WINDOW
         if number == 0:
-            if increment == 0 or self.window + increment > MAX_WINDOW:
-                raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, "WINDOW_UPDATE out of range")
+            if increment == 0:
+                raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "a WINDOW_UPDATE of 0")
+            if self.window + increment > MAX_WINDOW:
+                raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, "a window beyond 2^31 - 1")
             self.window += increment
             self._serve_waiting()
             return
@@ -468,8 +332,10 @@ class Connection(asyncio.Protocol):
             if self._is_idle(number):
                 raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE on an idle stream")
             return  # the stream ended while the frame was on its way
-        if increment == 0 or stream.window + increment > MAX_WINDOW:
-            raise StreamFault(ErrorCode.FLOW_CONTROL_ERROR, "WINDOW_UPDATE out of range")
+        if increment == 0:
+            raise StreamFault(ErrorCode.PROTOCOL_ERROR, "a WINDOW_UPDATE of 0")
+        if stream.window + increment > MAX_WINDOW:
+            raise StreamFault(ErrorCode.FLOW_CONTROL_ERROR, "a window beyond 2^31 - 1")
         stream.window += increment
         if stream.unsent_bytes:
             stream.send_pending()
@@ -501,7 +367,10 @@ class Connection(asyncio.Protocol):
                 self._resize_windows(value)
             elif key == Setting.MAX_CONCURRENT_STREAMS:
                 self.peer_max_streams = value
-            elif key == Setting.ENABLE_PUSH and value > 1:
+            elif key == Setting.HEADER_TABLE_SIZE:
+                # We use no table, but RFC 7541, 4.2, has us say so when it must shrink.
+                self.table_update = _NO_TABLE
+            elif key == Setting.ENABLE_PUSH and value > self.is_server:
                 raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, f"ENABLE_PUSH = {value}")
             elif key == Setting.MAX_FRAME_SIZE and not MAX_FRAME_BYTES <= value < 2**24:
                 raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, f"MAX_FRAME_SIZE = {value}")
@@ -516,7 +385,8 @@ class Connection(asyncio.Protocol):
             if stream.window > MAX_WINDOW:
                 raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, "a window out of range")
             if stream.unsent_bytes and stream.window > 0:
-                stream.send_pending()
+                self.wait_for_room(stream)
+        self._serve_waiting()
 
     def _on_ping(self, number: int, flags: int, payload: bytes) -> None:
         if number != 0:
@@ -530,8 +400,10 @@ class Connection(asyncio.Protocol):
         self.send_control(frame(FrameType.PING, Flag.ACK, 0, payload))
 
     def _on_goaway(self, number: int, payload: bytes) -> None:
-        if number != 0 or len(payload) < 8:
-            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "a broken GOAWAY")
+        if number != 0:
+            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "GOAWAY on a stream")
+        if len(payload) < 8:
+            raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "GOAWAY must have 8 bytes")
         last = int.from_bytes(payload[:4], "big") & MAX_STREAM_ID
         code = int.from_bytes(payload[4:8], "big")
         self.closing = True
@@ -540,7 +412,7 @@ class Connection(asyncio.Protocol):
             stream.discard()
             stream.receiver.stream_lost(Loss(code, message, unprocessed=True))
         if not self.streams:
-            self.close()
+            self._part(message)
 
     def _is_beyond(self, stream: Stream, last: int) -> bool:
         """Whether the peer will not look at a stream, `last` being the last one that it will."""
@@ -555,8 +427,8 @@ class Connection(asyncio.Protocol):
     def _keep_house(self) -> None:
         """Look after what should have come, every few seconds."""
         now = self.loop.time()
-        self._housekeeper = self.loop.call_later(_HOUSEKEEPING_SECONDS, self._keep_house)
         limits = self.limits
+        self._housekeeper = self.loop.call_later(limits.housekeeping_seconds, self._keep_house)
         waits_for_first = self._preface_is_due or self._settings_are_due
         if waits_for_first and now - self._began > limits.preface_seconds:
             self.abort("the peer has not begun to speak HTTP/2 in time")
@@ -574,11 +446,11 @@ class Connection(asyncio.Protocol):
         """Reset the streams on which the peer should do something and does not."""
         limit = self.limits.request_seconds
         for stream in list(self.streams.values()):
-            owes_request = self.is_server and not stream.ended_there
-            if (owes_request or stream.unsent_bytes) and now - stream.last_progress > limit:
+            waits = self.is_server and not stream.ended_there and not stream.holds_credit
+            if (waits or stream.blocked) and now - stream.last_progress > limit:
+                what = "read nothing" if stream.blocked else "sent no part of its request"
                 stream.reset(ErrorCode.CANCEL)
-                what = "sent no part of its request" if owes_request else "read nothing"
-                message = f"the client has {what} for {limit:g} s"
+                message = f"the peer has {what} for {limit:g} s"
                 stream.receiver.stream_lost(Loss(ErrorCode.CANCEL, message))
 
 

@@ -11,7 +11,7 @@ from enum import IntEnum
 from typing import Final
 from urllib.parse import unquote
 
-from mii.http2.headers import Header
+from mii.http2.headers import Header, is_name
 
 CONTENT_TYPE: Final = b"application/grpc"
 COMPRESSIONS: Final = ("identity", "gzip", "deflate")  # that we read; we write none
@@ -74,6 +74,7 @@ class MessageReader:
                 StatusCode.UNIMPLEMENTED,
                 f"grpc-encoding {compression[:64]!r} is not known here: use one of "
                 f"{', '.join(COMPRESSIONS)}",
+                (("grpc-accept-encoding", ",".join(COMPRESSIONS)),),
             )
         self._max_bytes = max_bytes
         self._compression = compression
@@ -160,9 +161,11 @@ def metadata_block(metadata: tuple[tuple[str, str], ...]) -> list[Header]:
     """Return metadata as headers.
 
     Raises:
-        ValueError: if a value has anything but printable ASCII.
+        ValueError: if a key cannot be a header's name, or a value is not printable ASCII.
     """
     for key, value in metadata:
+        if not is_name(key.encode()):
+            raise ValueError(f"metadata {key[:64]!r}: keys have lower-case letters, digits, - _ .")
         if not (value.isascii() and value.isprintable()):
             raise ValueError(f"metadata {key} = {value[:64]!r} is not printable ASCII")
     return [(key.encode(), value.encode()) for key, value in metadata]

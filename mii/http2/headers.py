@@ -25,6 +25,8 @@ _CONNECTION_HEADERS: Final = frozenset(
     (b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade")
 )
 _REQUEST_PSEUDO_HEADERS: Final = frozenset((b":method", b":scheme", b":path", b":authority"))
+_RESPONSE_PSEUDO_HEADERS: Final = frozenset((b":status",))
+_NO_PSEUDO_HEADERS: Final = frozenset[bytes]()
 
 
 class HeadersTooLarge(ConnectionFault):
@@ -80,10 +82,11 @@ def check_headers(headers: Iterable[Header], *, pseudo: frozenset[bytes]) -> Non
             seen.add(name)
         else:
             regular = True
-            if not name or not _is_name(name) or name in _CONNECTION_HEADERS:
+            if not name or not is_name(name) or name in _CONNECTION_HEADERS:
                 raise StreamFault(ErrorCode.PROTOCOL_ERROR, f"header {name[:64]!r} is not allowed")
             if name == b"te" and value.lower() != b"trailers":
                 raise StreamFault(ErrorCode.PROTOCOL_ERROR, "te may only be 'trailers'")
+        # Spaces around a value, which RFC 9113 forbids as well, are in order in gRPC's metadata.
         if not _FORBIDDEN_IN_VALUES.isdisjoint(value):
             raise StreamFault(ErrorCode.PROTOCOL_ERROR, f"the value of {name[:64]!r} has a newline")
 
@@ -99,6 +102,17 @@ def check_request(headers: list[Header]) -> None:
     for wanted in (b":method", b":scheme", b":path"):
         if wanted not in names:
             raise StreamFault(ErrorCode.PROTOCOL_ERROR, f"a request without {wanted.decode()}")
+    if (b":path", b"") in headers:
+        raise StreamFault(ErrorCode.PROTOCOL_ERROR, "a request with an empty :path")
+
+
+def check_trailers(headers: list[Header]) -> None:
+    """Refuse the malformed trailers of a request.
+
+    Raises:
+        StreamFault: naming what is wrong.
+    """
+    check_headers(headers, pseudo=_NO_PSEUDO_HEADERS)
 
 
 def check_response(headers: list[Header], *, trailers: bool) -> None:
@@ -107,11 +121,14 @@ def check_response(headers: list[Header], *, trailers: bool) -> None:
     Raises:
         StreamFault: naming what is wrong.
     """
-    check_headers(headers, pseudo=frozenset() if trailers else frozenset((b":status",)))
+    check_headers(headers, pseudo=_NO_PSEUDO_HEADERS if trailers else _RESPONSE_PSEUDO_HEADERS)
+    if not trailers and not any(name == b":status" for name, _ in headers):
+        raise StreamFault(ErrorCode.PROTOCOL_ERROR, "a response without :status")
 
 
 @lru_cache(4096)
-def _is_name(name: bytes) -> bool:
+def is_name(name: bytes) -> bool:
+    """Whether a header may be called so."""
     return _NAME_BYTES.issuperset(name)
 
 

@@ -2,7 +2,8 @@
 
 Each limit answers an attack that has a name: HPACK bombs and CONTINUATION floods
 (`max_header_bytes`), rapid reset, PING, SETTINGS and empty-frame floods (`nuisances`), streams and
-connections without end, windows that never open (`max_unsent_bytes`, and a stall's time limit).
+connections without end, windows that never open and sockets that are never read
+(`max_unsent_control_bytes`, and time limits for what stalls).
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ class Limits:
     max_streams: int = 4096  # open at once
     max_message_bytes: int = 128 * 2**20
     stream_window: int = 2**20
-    connection_window: int = 2**24
-    # Answers to PING and SETTINGS, resets: what we owe a peer that does not read.
-    max_unsent_control_bytes: int = 2**18
+    connection_window: int = 2**24  # 65,535 at least
+    # Answers to PING and SETTINGS, resets, headers: what we owe a peer that does not read.
+    max_unsent_control_bytes: int = 2**20
     # Frames that cost us work and carry nothing: PING, SETTINGS, RST_STREAM, empty DATA...
     nuisances: int = 2000  # at once
     nuisances_per_second: float = 500.0
@@ -29,6 +30,8 @@ class Limits:
     request_seconds: float = 120.0  # without a byte of a request that has begun
     ping_seconds: float = 30.0  # of silence, until we ask whether the peer is there
     pong_seconds: float = 20.0  # until it must have answered
+    parting_seconds: float = 1.0  # for the peer to read our last words
+    housekeeping_seconds: float = 5.0  # between two looks at the clock
 
 
 class Bucket:

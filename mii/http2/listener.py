@@ -8,7 +8,6 @@ from typing import Final, cast
 
 from mii.http2.frames import PREFACE
 
-_FIRST_BYTES_SECONDS: Final = 10.0
 _ONLY_HTTP2: Final = (
     b"HTTP/1.1 426 Upgrade Required\r\nUpgrade: h2c\r\nConnection: close\r\n"
     b"Content-Type: text/plain\r\nContent-Length: %d\r\n\r\n%s"
@@ -22,6 +21,7 @@ class Switch(asyncio.Protocol):
         http2: makes the protocol for connections that begin with HTTP/2's preface.
         http1: for all others.
         refusal: what others are told if there is no `http1`.
+        seconds: for the first bytes to come.
     """
 
     def __init__(
@@ -29,10 +29,13 @@ class Switch(asyncio.Protocol):
         http2: Callable[[], asyncio.Protocol],
         http1: Callable[[], asyncio.Protocol] | None,
         refusal: bytes = b"this port speaks HTTP/2 only\n",
+        seconds: float = 10.0,
     ) -> None:
         self._http2 = http2
         self._http1 = http1
         self._refusal = refusal
+        self._seconds = seconds
+        self._refused = False
         self._transport: asyncio.Transport | None = None
         self._first = b""
         self._timer: asyncio.TimerHandle | None = None
@@ -40,9 +43,11 @@ class Switch(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(_FIRST_BYTES_SECONDS, self._transport.abort)
+        self._timer = loop.call_later(self._seconds, self._transport.abort)
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:  # read on, or the answer is lost when the socket is closed
+            return
         self._first += data
         if self._first.startswith(PREFACE):
             self._hand_over(self._http2())
@@ -51,8 +56,12 @@ class Switch(asyncio.Protocol):
         elif self._http1 is not None:
             self._hand_over(self._http1())
         elif self._transport is not None:
+            self._refused = True
             self._transport.write(_ONLY_HTTP2 % (len(self._refusal), self._refusal))
-            self._transport.close()
+            if self._transport.can_write_eof():
+                self._transport.write_eof()
+            else:  # TLS
+                self._transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 from mii.http2.frames import (
+    DEFAULT_WINDOW,
     MAX_FRAME_BYTES,
     ErrorCode,
     Flag,
@@ -14,12 +15,14 @@ from mii.http2.frames import (
     header_frames,
     pack_header,
     rst_stream,
+    window_update,
 )
 from mii.http2.headers import Header
 
 if TYPE_CHECKING:
-    from mii.http2.connection import Connection
+    from mii.http2.sender import Sender
 
+_FRAMES_AT_ONCE: Final = 16  # of one stream, before others have their turn
 _DATA: Final = int(FrameType.DATA)
 _END_STREAM: Final = int(Flag.END_STREAM)
 
@@ -47,7 +50,7 @@ class Receiver(Protocol):
         """Note that nothing more comes, and that nothing sent from now on arrives."""
 
     def resume_writing(self) -> None:
-        """Note that all that was given to the stream has gone out."""
+        """Note that all that was given to the stream has gone out, after it was not `writable`."""
 
 
 class Stream:
@@ -67,6 +70,7 @@ class Stream:
         "credit",
         "ended_here",
         "ended_there",
+        "holds_credit",
         "last_progress",
         "number",
         "receive_window",
@@ -75,12 +79,14 @@ class Stream:
         "window",
     )
 
-    def __init__(self, connection: Connection, number: int, receiver: Receiver) -> None:
+    def __init__(self, connection: Sender, number: int, receiver: Receiver) -> None:
         self.number = number
         self.receiver = receiver
         self.window = connection.initial_window  # bytes that we may send
-        self.receive_window = connection.limits.stream_window
+        # Before it has read our SETTINGS, a peer may send as much as RFC 9113 allows by default.
+        self.receive_window = max(DEFAULT_WINDOW, connection.limits.stream_window)
         self.credit = 0  # bytes that have come and that the peer's window does not have back yet
+        self.holds_credit = False  # the receiver has enough for now
         self.ended_here = False  # we send nothing more
         self.ended_there = False
         self.unsent_bytes = 0
@@ -92,13 +98,26 @@ class Stream:
 
     @property
     def writable(self) -> bool:
-        """Whether what is sent now would go out at once."""
-        return not self._pending and self.window > 0 and self._connection.writable
+        """Whether all that was sent has gone out."""
+        # Not: whether there is room. Whoever is told no must hear of it when that changes, and
+        # where nothing waits nobody would.
+        return not self._pending
+
+    @property
+    def blocked(self) -> bool:
+        """Whether something waits for the peer to take it."""
+        return bool(self._pending) or self._last is not None
+
+    @property
+    def over(self) -> bool:
+        """Whether both sides have sent everything."""
+        return self.ended_here and self.ended_there and not self.blocked
 
     def send_headers(self, block: bytes) -> None:
         """Send a header block that opens what we send."""
         if not self.ended_here:
-            self._connection.send(header_frames(self.number, block, end_stream=False))
+            block = self._connection.header_block(block)
+            self._connection.send_control(header_frames(self.number, block, end_stream=False))
 
     def send(self, data: bytes) -> None:
         """Send data, now or when the peer has room for it. Nothing is sent after the end."""
@@ -120,7 +139,7 @@ class Stream:
                 self.last_progress = connection.loop.time()
             self._pending.append(data)
             self.unsent_bytes += size
-            self.send_pending()
+            self._push(_FRAMES_AT_ONCE)
 
     def end(self, trailers: bytes = b"") -> None:
         """Send the end, after what is still pending.
@@ -137,8 +156,24 @@ class Stream:
 
     def reset(self, code: ErrorCode) -> None:
         """End both directions at once. What is pending is dropped; the receiver is told nothing."""
-        self.discard()
+        if not self.ended_there:
+            self._connection.note_cut_short(self.number)
         self._connection.send_control(rst_stream(self.number, code))
+        self.discard()
+
+    def hold_credit(self, holds: bool) -> None:
+        """Let the peer send no more than its window has left, or go on."""
+        self.holds_credit = holds
+        if not holds and not self.ended_there:
+            self.last_progress = self._connection.loop.time()
+            self.return_credit()
+
+    def return_credit(self) -> None:
+        """Give the peer's window back what has come, if it is worth a frame."""
+        if self.credit * 2 >= self._connection.limits.stream_window:
+            self._connection.send_control(window_update(self.number, self.credit))
+            self.receive_window += self.credit
+            self.credit = 0
 
     def discard(self) -> None:
         """Forget the stream."""
@@ -148,8 +183,13 @@ class Stream:
         self._last = None
         self._connection.forget(self)
 
-    def send_pending(self, frames: int = 2**31) -> None:
+    def send_pending(self, frames: int = _FRAMES_AT_ONCE) -> None:
         """Send what the windows allow of what is pending, in so many frames at most."""
+        self._push(frames)
+        if not self._pending and not self.ended_here:
+            self.receiver.resume_writing()
+
+    def _push(self, frames: int) -> None:
         connection = self._connection
         pending = self._pending
         while pending and frames > 0 and connection.writable:
@@ -169,17 +209,21 @@ class Stream:
             self.last_progress = connection.time
             connection.send(pack_header(size >> 8, size & 255, _DATA, 0, self.number) + part)
             frames -= 1
-        if pending:
+        if not pending:
+            if self._last is not None:
+                self._send_last()
+        elif self.window > 0:
             connection.wait_for_room(self)
-        elif self._last is not None:
-            self._send_last()
-        else:
-            self.receiver.resume_writing()
 
     def _send_last(self) -> None:
+        connection = self._connection
+        if not connection.writable:  # or a peer that never reads could have us write for ever
+            connection.wait_for_room(self)
+            return
         last, self._last = self._last, None
         if last:
-            self._connection.send(header_frames(self.number, last, end_stream=True))
+            block = connection.header_block(last)
+            connection.send(header_frames(self.number, block, end_stream=True))
         else:
-            self._connection.send(pack_header(0, 0, _DATA, _END_STREAM, self.number))
-        self._connection.sent_end(self)
+            connection.send(pack_header(0, 0, _DATA, _END_STREAM, self.number))
+        connection.sent_end(self)

@@ -12,7 +12,7 @@ from typing import Final
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from mii.http2.grpc_wire import CallFault, StatusCode
-from mii.http2.server import Handler, ServerCall
+from mii.http2.server_call import Handler, ServerCall
 from mii.rpc.methods import answered_by_stream, answered_once
 
 SERVICE: Final = "grpc.health.v1.Health"

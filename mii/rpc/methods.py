@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError, Message
 
 from mii.errors import InvalidArgument
 from mii.http2.grpc_wire import CallFault
-from mii.http2.server import Handler, ServerCall
+from mii.http2.server_call import Handler, ServerCall
 from mii.messages import new_request_id
 from mii.status import known_error, status_of
 

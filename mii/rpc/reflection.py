@@ -10,7 +10,7 @@ from grpc_reflection.v1alpha.reflection import ReflectionServicer
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 
 from mii.http2.grpc_wire import CallFault, StatusCode
-from mii.http2.server import Handler, ServerCall
+from mii.http2.server_call import Handler, ServerCall
 
 # The two versions have the same messages but for their package.
 SERVICES: Final = (
@@ -32,5 +32,6 @@ def reflection_handlers(services: Collection[str]) -> Mapping[str, Handler]:
             # The library's servicer answers each message of a stream by itself.
             for response in servicer.ServerReflectionInfo(iter((request,)), None):
                 call.send(response.SerializeToString())
+            await call.drained()  # answers are far larger than questions
 
     return {f"/{service}/ServerReflectionInfo": reflect for service in SERVICES}

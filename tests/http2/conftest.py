@@ -15,7 +15,8 @@ import pytest
 
 from mii.http2.grpc_wire import CallFault, StatusCode
 from mii.http2.limits import Limits
-from mii.http2.server import Handler, Server, ServerCall
+from mii.http2.server import Server
+from mii.http2.server_call import Handler, ServerCall
 
 SECONDS = 10.0  # within which what is waited for must happen
 
@@ -171,7 +172,7 @@ Serve = Callable[..., Awaitable[Served]]
 
 
 @pytest.fixture
-async def serve(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Serve]:
+async def serve() -> AsyncIterator[Serve]:
     """Starts servers."""
     started: list[Served] = []
 
@@ -179,12 +180,9 @@ async def serve(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Serve]:
         limits: Limits | None = None,
         tls: ssl.SSLContext | None = None,
         protocol: Callable[[Server], Callable[[], asyncio.Protocol]] | None = None,
-        housekeeping_seconds: float | None = None,
         max_held_bytes: int = 2**29,
         **handlers: Handler,
     ) -> Served:
-        if housekeeping_seconds is not None:
-            monkeypatch.setattr("mii.http2.connection._HOUSEKEEPING_SECONDS", housekeeping_seconds)
         noted: list[Any] = []
         table = {f"/a.B/{name}": handler for name, handler in handlers.items()}
         server = Server(

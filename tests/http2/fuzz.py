@@ -59,7 +59,10 @@ class Wire:
     def close(self) -> None:
         self.closed = True
 
-    abort = close
+    abort = write_eof = close
+
+    def can_write_eof(self) -> bool:
+        return True
 
     def set_write_buffer_limits(self, high: int) -> None: ...
 

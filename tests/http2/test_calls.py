@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from mii.http2.limits import Limits
-from mii.http2.server import ServerCall
+from mii.http2.server_call import ServerCall
 from tests.http2.conftest import HEADERS, Serve, Served
 
 ANY_SIZE = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]

@@ -131,7 +131,7 @@ async def test_streams_beyond_the_limit_are_refused_and_may_be_tried_again(serve
 
 
 async def test_a_client_that_opens_no_window_costs_its_own_answer_alone(serve: Serve) -> None:
-    served = await serve(Limits(request_seconds=0.1), housekeeping_seconds=0.05)
+    served = await serve(Limits(request_seconds=0.1, housekeeping_seconds=0.05))
     peer = await served.connect(settings=struct.pack(">HI", 4, 0))
     peer.ask(1, body=bytes(5000))
     reset = await peer.until(RST_STREAM, stream=1)
@@ -143,17 +143,21 @@ async def test_a_client_that_opens_no_window_costs_its_own_answer_alone(serve: S
 @pytest.mark.parametrize(
     ("sent", "limits"),
     [
-        pytest.param(b"", Limits(preface_seconds=0.1), id="nothing"),
-        pytest.param(b"PRI * HT", Limits(preface_seconds=0.1), id="half a preface"),
+        pytest.param(b"", Limits(preface_seconds=0.1, housekeeping_seconds=0.05), id="nothing"),
         pytest.param(
-            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", Limits(preface_seconds=0.1), id="no more"
+            b"PRI * HT", Limits(preface_seconds=0.1, housekeeping_seconds=0.05), id="half a preface"
+        ),
+        pytest.param(
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+            Limits(preface_seconds=0.1, housekeeping_seconds=0.05),
+            id="no more",
         ),
     ],
 )
 async def test_a_connection_that_does_not_begin_is_closed(
     serve: Serve, sent: bytes, limits: Limits
 ) -> None:
-    served = await serve(limits, housekeeping_seconds=0.05)
+    served = await serve(limits)
     peer = await served.connect(settings=None)
     peer.send(sent)
     await peer.ended()
@@ -161,7 +165,7 @@ async def test_a_connection_that_does_not_begin_is_closed(
 
 
 async def test_a_header_block_that_does_not_end_closes_its_connection(serve: Serve) -> None:
-    served = await serve(Limits(headers_seconds=0.1), housekeeping_seconds=0.05)
+    served = await serve(Limits(headers_seconds=0.1, housekeeping_seconds=0.05))
     peer = await served.connect()
     peer.send(frame(HEADERS, 0, 1, peer.block()))
     await peer.ended()
@@ -169,7 +173,7 @@ async def test_a_header_block_that_does_not_end_closes_its_connection(serve: Ser
 
 
 async def test_a_request_that_does_not_end_is_reset(serve: Serve) -> None:
-    served = await serve(Limits(request_seconds=0.1), housekeeping_seconds=0.05)
+    served = await serve(Limits(request_seconds=0.1, housekeeping_seconds=0.05))
     peer = await served.connect()
     peer.send(frame(HEADERS, END_HEADERS, 1, peer.block()))
     assert (await peer.until(RST_STREAM, stream=1)).error == ErrorCode.CANCEL
@@ -177,7 +181,7 @@ async def test_a_request_that_does_not_end_is_reset(serve: Serve) -> None:
 
 
 async def test_a_peer_that_is_gone_without_a_word_is_found(serve: Serve) -> None:
-    served = await serve(Limits(ping_seconds=0.05, pong_seconds=0.1), housekeeping_seconds=0.02)
+    served = await serve(Limits(ping_seconds=0.05, pong_seconds=0.1, housekeeping_seconds=0.02))
     peer = await served.connect()
     peer.ask(1, "/a.B/Wait")
     await peer.ended()  # it has answered no PING

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from collections.abc import Callable
 
 import pytest
 
 from mii.http2.frames import ErrorCode
+from mii.http2.limits import Limits
+from mii.http2.server_call import ServerCall
 from tests.http2.conftest import (
     CONTINUATION,
     DATA,
@@ -119,7 +122,7 @@ CONNECTION_ERRORS: dict[str, tuple[Callable[[Peer], bytes], ErrorCode]] = {
     "6.8 GOAWAY on a stream": (lambda peer: frame(GOAWAY, 0, 1, bytes(8)), E.PROTOCOL_ERROR),
     "6.9 WINDOW_UPDATE of 0 on the connection": (
         lambda peer: frame(WINDOW_UPDATE, 0, 0, increment(0)),
-        E.FLOW_CONTROL_ERROR,
+        E.PROTOCOL_ERROR,
     ),
     "6.9 WINDOW_UPDATE of a wrong length": (
         lambda peer: frame(WINDOW_UPDATE, 0, 0, bytes(3)),
@@ -171,7 +174,7 @@ STREAM_ERRORS: dict[str, tuple[Callable[[Peer], bytes], ErrorCode]] = {
     ),
     "6.9 WINDOW_UPDATE of 0 on a stream": (
         lambda peer: opened(peer) + frame(WINDOW_UPDATE, 0, 1, increment(0)),
-        E.FLOW_CONTROL_ERROR,
+        E.PROTOCOL_ERROR,
     ),
     "6.9.1 a stream's window beyond 2^31 - 1": (
         lambda peer: opened(peer) + frame(WINDOW_UPDATE, 0, 1, increment(2**31 - 1)),
@@ -285,12 +288,34 @@ async def test_streams_share_a_small_connection_window_fairly(serve: Serve) -> N
     assert min(received.values()) >= max(received.values()) - 65536 - 16384, received
 
 
-async def test_data_beyond_a_window_ends_its_stream(serve: Serve) -> None:
-    from mii.http2.limits import Limits
+async def test_a_handler_that_reads_nothing_is_sent_no_more_than_a_window(serve: Serve) -> None:
+    released = asyncio.Event()
 
-    served = await serve(Limits(stream_window=1000))
+    async def late(call: ServerCall) -> None:
+        await released.wait()
+        while (body := await call.receive()) is not None:
+            call.send(b"%d" % len(body))
+
+    served = await serve(Limits(stream_window=70_000), Late=late)
     peer = await served.connect()
-    peer.send(opened(peer), frame(DATA, 0, 1, message(bytes(100_000))[:1001]))
+    peer.send(frame(HEADERS, END_HEADERS, 1, peer.block("/a.B/Late")))
+    peer.send(*[frame(DATA, 0, 1, message(bytes(9995)))] * 7, frame(PING, 0, 0, bytes(8)))
+    while (got := await peer.read()).kind != PING:
+        assert got.kind != WINDOW_UPDATE or got.stream == 0
+    released.set()
+    assert (await peer.until(WINDOW_UPDATE, stream=1)).error == 70_000
+    peer.send(frame(DATA, END_STREAM, 1, message(bytes(9995))))
+    assert (await peer.answer(1))[0].endswith(b"9995")
+
+
+async def test_data_beyond_a_window_ends_its_stream(serve: Serve) -> None:
+    async def deaf(call: ServerCall) -> None:
+        await asyncio.Event().wait()
+
+    served = await serve(Limits(stream_window=70_000), Deaf=deaf)
+    peer = await served.connect()
+    peer.send(frame(HEADERS, END_HEADERS, 1, peer.block("/a.B/Deaf")))
+    peer.send(*[frame(DATA, 0, 1, message(bytes(9996)))] * 7)
     assert (await peer.until(RST_STREAM, stream=1)).error == E.FLOW_CONTROL_ERROR
 
 
