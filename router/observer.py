@@ -15,7 +15,7 @@ from aiohttp.typedefs import Middleware
 from mii import logs, traces
 from mii.errors import Cancelled, DeadlineExceeded, InternalError, MIIError, Unavailable
 from mii.http2.grpc_wire import CallFault, StatusCode
-from mii.http2.server import Handler, ServerCall
+from mii.http2.server_call import Handler, ServerCall
 from mii.router import request_record
 from mii.router.gateway.errors import ERROR_CODE
 from mii.router.metrics import ReplicaHistory, RouterMetrics
