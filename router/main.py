@@ -19,7 +19,8 @@ from mii.config import DeploymentConfig
 from mii.errors import MIIError
 from mii.http2.limits import Limits
 from mii.http2.listener import Switch
-from mii.http2.server import Server, ServerCall
+from mii.http2.server import Server
+from mii.http2.server_call import ServerCall
 from mii.keys import key_headers
 from mii.proto import deployment_pb2, inference_pb2, modelresponse_pb2
 from mii.router.access import Access

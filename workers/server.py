@@ -12,7 +12,8 @@ from typing import Any, Final, TypeVar
 from mii.channel import MAX_MESSAGE_BYTES
 from mii.errors import Unauthenticated
 from mii.http2.limits import Limits
-from mii.http2.server import Server, ServerCall
+from mii.http2.server import Server
+from mii.http2.server_call import ServerCall
 from mii.keys import digest_of, is_among
 from mii.proto import inference_pb2, worker_pb2
 from mii.rpc import health, reflection
