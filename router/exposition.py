@@ -25,13 +25,12 @@ from mii.router.observer import SURFACES, Observer
 from mii.router.replicas import Replica, Replicas
 
 _TIMEOUT: Final = 1.0  # seconds that a worker has to say how it is
-_MAX_AGE: Final = 0.5  # seconds that its answer holds for others who ask
 
 Statuses = Mapping[int, StatusResponse]
 
 
 class WorkerStatuses:
-    """What the workers count. Asked for at most twice a second, however many want to know.
+    """What the workers count. Each is asked once at a time, however many want to know.
 
     Args:
         replicas: whose workers.
@@ -40,13 +39,10 @@ class WorkerStatuses:
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self._asking: asyncio.Task[Statuses] | None = None
-        self._asked = 0.0
 
     async def latest(self) -> Statuses:
         """Return the counters of those that answer within a second, by replica."""
-        now = time.monotonic()
-        if self._asking is None or now - self._asked > _MAX_AGE and self._asking.done():
-            self._asked = now
+        if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask())
         return await asyncio.shield(self._asking)
 

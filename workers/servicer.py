@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -148,8 +149,9 @@ class Servicer:
         return ListModelsResponse(models=[self._model])
 
     async def _aside(self, work: Callable[[], _Result]) -> _Result:
-        """Do work in another thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        """Do work in another thread, where log lines name the request, too."""
+        within = contextvars.copy_context().run
+        return await asyncio.get_running_loop().run_in_executor(self._threads, within, work)
 
     def _prepare(self, request: GenerateRequest, request_id: str) -> list[_Sequence]:
         """Judge and tokenise a request.

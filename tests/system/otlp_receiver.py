@@ -14,7 +14,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
-SECONDS = 20.0  # within which what is waited for must come
+SECONDS = 60.0  # within which what is waited for must come
 
 
 @dataclass(frozen=True)

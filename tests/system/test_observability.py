@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import time
 import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator
@@ -16,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import mii
 from mii import MIIClient
 from mii.registry import DeploymentRecord, Registry
-from tests.system.otlp_receiver import OtlpReceiver, ReceivedSpan
+from tests.system.otlp_receiver import SECONDS, OtlpReceiver, ReceivedSpan
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "mii.json"
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -92,6 +95,17 @@ def lines_of(cache: Path, process: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
+def lines_about(cache: Path, process: str, request_id: str, last: str) -> list[dict[str, Any]]:
+    """What a process has logged of a request, once its last line is there."""
+    deadline = time.monotonic() + SECONDS
+    while True:
+        told = [each for each in lines_of(cache, process) if each.get("request_id") == request_id]
+        if told and told[-1]["message"] == last:
+            return told
+        assert time.monotonic() < deadline, told
+        time.sleep(0.01)
+
+
 def test_figures_agree_with_the_load_that_was_put_on(
     served: MIIClient, record: DeploymentRecord
 ) -> None:
@@ -159,7 +173,7 @@ def test_a_clients_request_id_is_in_the_lines_of_router_and_worker(
 ) -> None:
     body = {"prompt": "abc", "max_tokens": 4, "stream": True}
     post(record, body, x_request_id="order-66")
-    (router,) = [each for each in lines_of(cache, "router") if each.get("request_id") == "order-66"]
+    (router,) = lines_about(cache, "router", "order-66", "request")
     assert router["logger"] == "mii.access" and router["process"] == "router"
     told = {
         "surface": "http",
@@ -174,8 +188,7 @@ def test_a_clients_request_id_is_in_the_lines_of_router_and_worker(
     times = [router[f"{name}_seconds"] for name in ("queue", "time_to_first_token", "total")]
     assert 0 < times[0] <= times[1] <= times[2] < 60
     number = router["replicas"]
-    logged = lines_of(cache, f"worker-{number}-0")
-    (worker,) = [each for each in logged if each.get("request_id") == "order-66"]
+    (worker,) = lines_about(cache, f"worker-{number}-0", "order-66", "answer")
     assert worker["process"] == f"worker {number}.0"
     assert worker["generated_tokens"] == 4 and worker["finish_reason"] == "length"
 
@@ -191,8 +204,40 @@ def test_every_line_of_every_process_is_an_object(
         for line in lines:
             assert line["process"] == process.replace("worker-", "worker ").replace("-", ".")
             assert line["level"] in ("info", "warning", "error") and line["message"]
-    refused = lines_of(cache, "router")[-1]
-    assert refused["request_id"] == "order-67" and refused["outcome"] == "invalid_argument"
+    (refused,) = lines_about(cache, "router", "order-67", "request")
+    assert refused["outcome"] == "invalid_argument"
+
+
+def test_a_request_that_is_moved_says_so_in_log_and_figures(
+    record: DeploymentRecord, cache: Path
+) -> None:
+    body = {"prompt": "abc", "max_tokens": 480, "stream": True, "temperature": 0}
+    request = urllib.request.Request(
+        f"http://{record.rest_address}/v1/completions",
+        json.dumps({"model": "default", "ignore_eos": True, **body}).encode(),
+        {"x-request-id": "order-69", "x-mii-explain-route": "1"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        number = int(re.findall(r"replica (\d+)", answer.headers["x-mii-route"])[0])
+        answer.readline()
+        (pid,) = [
+            each.pid
+            for each in Registry(cache).get("tiny-mii-deployment").processes
+            if each.role == "worker" and each.replica == number
+        ]
+        os.kill(pid, signal.SIGKILL)
+        assert answer.read().endswith(b"[DONE]\n\n")
+    told = lines_about(cache, "router", "order-69", "request")
+    ended = told[-1]
+    (moved,) = [line["message"] for line in told if "moved" in line["message"]]
+    assert f"moved away from replica {number}" in moved
+    assert (ended["outcome"], ended["moves"], ended["generated_tokens"]) == ("ok", 1, 480)
+    assert ended["replicas"] == f"{number},{1 - number}"
+    deadline = time.monotonic() + SECONDS
+    while (figures := figures_of(record))["mii:replica_restarts_total"][str(number),] == 0:
+        assert time.monotonic() < deadline
+    for name in ("mii:failovers_total", "mii:replica_deaths_total", "mii:replica_restarts_total"):
+        assert figures[name] == {(str(number),): 1, (str(1 - number),): 0}
 
 
 def test_a_trace_goes_through_router_and_worker(
