@@ -100,7 +100,7 @@ class Router:
                 }
             ),
             limits=Limits(max_message_bytes=MAX_MESSAGE_BYTES),
-            authorise=self._authorise,
+            authorise=self._observer.judged(self._authorise),
             fault_of=fault_of,
         )
         self._gateway = web.AppRunner(

@@ -17,9 +17,11 @@ from mii.errors import Cancelled, DeadlineExceeded, InternalError, MIIError, Una
 from mii.http2.grpc_wire import CallFault, StatusCode
 from mii.http2.server_call import Handler, ServerCall
 from mii.router import request_record
+from mii.router.access import Caller
 from mii.router.gateway.errors import ERROR_CODE
 from mii.router.metrics import ReplicaHistory, RouterMetrics
 from mii.router.request_record import RequestRecord
+from mii.rpc.methods import fault_of
 from mii.status import ERROR_KEY
 
 SURFACES: Final = ("grpc", "http")
@@ -44,6 +46,13 @@ class _Ending:
         self.record = record
         self.status = ""  # that the client is told
         self.code = ""  # of the error that the client is told; "": none
+
+    def failed(self, error: Exception) -> CallFault:
+        """Note, and return, what a gRPC call ends with."""
+        fault = fault_of(error)
+        self.status = StatusCode(fault.code).name
+        self.code = dict(fault.metadata).get(ERROR_KEY, self.status.lower())
+        return fault
 
     def leave(self) -> None:
         """Note that the client has closed its connection."""
@@ -84,25 +93,31 @@ class Observer:
 
         async def handle(call: ServerCall) -> None:
             with self._request("grpc", path, call.headers) as ending:
+                ending.record.client = _name_of(call.identity)
                 try:
                     await handler(call)
                 except asyncio.CancelledError:
                     ending.code = _why_cancelled(call)
                     ending.status = StatusCode.CANCELLED.name
                     raise
-                except CallFault as fault:
-                    ending.status = StatusCode(fault.code).name
-                    ending.code = dict(fault.metadata).get(ERROR_KEY, ending.status.lower())
-                    raise
-                except MIIError as error:
-                    ending.code = error.code
-                    raise
-                except Exception:
-                    ending.code = InternalError.code
-                    raise
+                except Exception as error:
+                    raise ending.failed(error) from error
                 ending.status = StatusCode.OK.name
 
         return handle
+
+    def judged(self, judge: Callable[[ServerCall], None]) -> Callable[[ServerCall], None]:
+        """Return what judges gRPC calls like `judge`, and has those that it refuses observed."""
+
+        def judge_observed(call: ServerCall) -> None:
+            try:
+                judge(call)
+            except Exception as error:
+                with self._request("grpc", call.path, call.headers) as ending:
+                    fault = ending.failed(error)
+                raise fault from error
+
+        return judge_observed
 
     @property
     def middleware(self) -> Middleware:
@@ -123,6 +138,7 @@ class Observer:
                     raise
                 finally:
                     ending.record.request_id = request.get("request_id", "")
+                    ending.record.client = _name_of(request.get("caller"))
                 ending.status, ending.code = str(response.status), response.get(ERROR_CODE, "")
                 return response
 
@@ -216,6 +232,10 @@ def _attributes(record: RequestRecord, facts: dict[str, Any], model: str) -> dic
     own = ("outcome", "client", "queue_seconds", "time_to_first_token_seconds", "replicas", "moves")
     told = {f"mii.{name}": facts.get(name) for name in own}
     return {**status, **generation, **told, "mii.request_id": record.request_id}
+
+
+def _name_of(caller: object) -> str:
+    return caller.name if isinstance(caller, Caller) else ""
 
 
 def _why_cancelled(call: ServerCall) -> str:

@@ -15,6 +15,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from mii import control
+from mii.keys import digest_of
 from mii.proto.inference_pb2 import GenerateRequest, Prompt, SamplingParams
 from mii.router.metrics import Histogram, ReplicaHistory
 from tests.router.conftest import StartRouter
@@ -79,8 +80,8 @@ def test_a_replica_that_is_added_again_has_not_been_restarted() -> None:
 class Figures:
     """What /metrics says."""
 
-    def __init__(self, router: RouterProcess) -> None:
-        answer = get(router, "/metrics")
+    def __init__(self, router: RouterProcess, **headers: str) -> None:
+        answer = call(router, "GET", "/metrics", headers=headers)
         assert answer.status == 200
         assert answer.headers["Content-Type"].startswith("text/plain; version=")
         self.samples: dict[str, dict[tuple[str, ...], float]] = defaultdict(dict)  # by labels
@@ -201,6 +202,22 @@ def test_too_many_requests_are_refused_and_counted(
     figures = Figures(router)
     assert figures("requests_refused_total", "overloaded") == 1
     assert figures("requests_total", "http", "overloaded") == 1
+
+
+def test_calls_without_a_key_are_refused_and_counted(
+    start_router: StartRouter, workers: list[FakeWorker]
+) -> None:
+    router = start_router(api_keys=(digest_of("key-of-some-user"),))
+    router.tell(*workers)
+    router.wait_for(1)
+    assert get(router, "/metrics").status == 401
+    assert post(router, "/generate", {"prompts": "a"}).status == 401
+    with pytest.raises(grpc.RpcError):
+        list(router.inference.Generate(request_of("a")))
+    figures = Figures(router, Authorization="Bearer key-of-some-user")
+    assert figures("requests_refused_total", "unauthenticated") == 2
+    assert figures("requests_total", "http", "unauthenticated") == 1
+    assert figures("requests_total", "grpc", "unauthenticated") == 1
 
 
 def test_an_error_in_the_middle_of_a_stream_is_the_requests_outcome(fresh: RouterProcess) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import ssl
 import subprocess
 import urllib.error
@@ -48,6 +49,24 @@ def ask_over_http(url: str, headers: dict[str, str], context: Any = None) -> tup
             return response.status, json.load(response)
     except urllib.error.HTTPError as error:
         return error.code, {**json.load(error), "asked": error.headers["WWW-Authenticate"]}
+
+
+def test_the_access_log_tells_callers_apart_and_no_key(
+    guarded: DeploymentRecord, cache: Path
+) -> None:
+    log = Registry(cache).logs("guarded") / "router.log"
+    before = log.read_text()
+    url = f"http://{guarded.rest_address}"
+    for key in (USER, ADMIN, USER):
+        assert ask_over_http(url, {"x-api-key": key})[0] == 200
+    stub = InferenceStub(grpc.insecure_channel(guarded.address))
+    stub.ListModels(ListModelsRequest(), metadata=(("x-api-key", USER),))
+    added = log.read_text().removeprefix(before)
+    while "ListModels" not in added:  # the line comes when the client has its answer
+        added = log.read_text().removeprefix(before)
+    first, second, third, fourth = re.findall(r" client=(\w+) ", added)
+    assert first == third == fourth != second
+    assert USER not in log.read_text() and ADMIN not in log.read_text()
 
 
 def test_http_needs_a_key_but_for_health(guarded: DeploymentRecord) -> None:
