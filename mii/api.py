@@ -215,6 +215,7 @@ def client_of(
         deployment_name=record.name,
         rest_address=record.rest_address,
         wait_until_gone=waiter_for_end(record),
+        is_gone=lambda: not record.supervisor.alive,
         api_key=api_key or record.config.token or None,
         tls_ca=tls_ca,
         tls_name=record.config.tls_name,

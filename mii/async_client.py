@@ -18,7 +18,7 @@ from mii.client import (
     detokenize_request,
     tokenize_request,
 )
-from mii.errors import Cancelled
+from mii.errors import Cancelled, Unavailable
 from mii.generation import (
     Messages,
     Prompts,
@@ -29,8 +29,9 @@ from mii.generation import (
     check_timeout,
     generation_request,
 )
-from mii.proto.inference_pb2 import GenerateRequest
+from mii.proto.inference_pb2 import GenerateRequest, GenerateResponse
 from mii.response import Response
+from mii.retries import Attempts
 
 if TYPE_CHECKING:
     import grpc
@@ -147,6 +148,22 @@ class AsyncMIIClient(DeploymentClient):
                     yield piece
 
     async def _messages(self, request: GenerateRequest, timeout: float | None) -> Any:
+        attempts, patience = Attempts(request), self.patience(timeout)
+        while True:
+            try:
+                call = self._call(attempts.next_request(), patience.remaining)
+                async with contextlib.aclosing(call) as messages:
+                    async for message in messages:
+                        self.reached = True
+                        patience.worked()
+                        yield attempts.take(message)
+                return
+            except Unavailable as error:
+                await asyncio.sleep(self.pause_after(error, patience))
+
+    async def _call(
+        self, request: GenerateRequest, timeout: float | None
+    ) -> AsyncGenerator[GenerateResponse]:
         call = self._stub().Generate(request, timeout=timeout, metadata=self.security.metadata)
         try:
             with self._errors():
@@ -156,11 +173,17 @@ class AsyncMIIClient(DeploymentClient):
             call.cancel()
 
     async def _ask(self, method: str, request: Any, timeout: float | None) -> Any:
-        seconds = check_timeout(timeout)
-        with self._errors():
-            return await getattr(self._stub(), method)(
-                request, timeout=seconds, metadata=self.security.metadata
-            )
+        patience = self.patience(check_timeout(timeout))
+        while True:
+            try:
+                with self._errors():
+                    answer = await getattr(self._stub(), method)(
+                        request, timeout=patience.remaining, metadata=self.security.metadata
+                    )
+                self.reached = True
+                return answer
+            except Unavailable as error:
+                await asyncio.sleep(self.pause_after(error, patience))
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:

@@ -148,6 +148,11 @@ def make_parser() -> argparse.ArgumentParser:
         "the replica whose turn it is go on at the others, or wait for it if there are none.",
     )
     restart.add_argument("name", metavar="NAME", help="the deployment or its model")
+    restart.add_argument(
+        "--router",
+        action="store_true",
+        help="start the router anew instead: workers stay, and clients connect again",
+    )
 
     scale = _command(
         commands,

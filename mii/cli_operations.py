@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import grpc
 
 from mii.api import client_of, find_deployment
-from mii.errors import DeploymentNotFoundError, shorten
+from mii.errors import DeploymentError, DeploymentNotFoundError, shorten
 from mii.proto.deployment_pb2 import (
     DeploymentStatus,
     ReplicaState,
@@ -20,18 +23,41 @@ from mii.proto.deployment_pb2 import (
     WatchStatusRequest,
 )
 from mii.proto.deployment_pb2_grpc import DeploymentStub
-from mii.registry import DeploymentRecord
+from mii.registry import DeploymentRecord, ProcessRecord
 from mii.status import error_of_call
+
+_ROUTER_SECONDS = 15.0  # until another router must serve
+_POLL_SECONDS = 0.05
 
 
 def restart(parsed: argparse.Namespace) -> int:
-    """Start a deployment's replicas anew, one after the other."""
+    """Start a deployment's replicas anew, one after the other, or else its router."""
+    if parsed.router:
+        return _restart_router(_deployment(parsed.name))
     return _operate(parsed.name, RestartRequest())
 
 
 def scale(parsed: argparse.Namespace) -> int:
     """Give a deployment another number of replicas."""
     return _operate(parsed.name, ScaleRequest(replicas=parsed.replicas))
+
+
+def _restart_router(record: DeploymentRecord) -> int:
+    """Let the router end what it can in a moment; the supervisor starts another one."""
+    router = _router_of(record)
+    os.kill(router.pid, signal.SIGTERM)
+    deadline = time.monotonic() + _ROUTER_SECONDS
+    while time.monotonic() < deadline:
+        now = _router_of(_deployment(record.name))
+        if now.pid != router.pid and now.state == "ready":
+            print(f"{record.name}: done")
+            return 0
+        time.sleep(_POLL_SECONDS)
+    raise DeploymentError(f"the router of {record.name} has not come back: see mii logs")
+
+
+def _router_of(record: DeploymentRecord) -> ProcessRecord:
+    return next(process for process in record.processes if process.role == "router")
 
 
 def _operate(name: str, request: RestartRequest | ScaleRequest) -> int:

@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,8 +25,14 @@ from mii.generation import (
     text_prompt,
     token_ids,
 )
-from mii.proto.inference_pb2 import DetokenizeRequest, GenerateRequest, TokenizeRequest
+from mii.proto.inference_pb2 import (
+    DetokenizeRequest,
+    GenerateRequest,
+    GenerateResponse,
+    TokenizeRequest,
+)
 from mii.response import Response
+from mii.retries import DEFAULT_RETRY_SECONDS, Attempts, Patience, deadline_of
 
 if TYPE_CHECKING:
     import grpc
@@ -49,6 +55,8 @@ class DeploymentClient:
         deployment_name: str | None = None,
         rest_address: str | None = None,
         wait_until_gone: Callable[[], None] | None = None,
+        is_gone: Callable[[], bool] | None = None,
+        retry_seconds: float = DEFAULT_RETRY_SECONDS,
         api_key: str | None = None,
         tls_ca: str | None = None,
         tls_name: str = "",
@@ -63,6 +71,9 @@ class DeploymentClient:
             rest_address: host:port of the REST gateway, if there is one.
             wait_until_gone: called by `terminate_server`; returns when nothing is left. Without it,
                 the deployment counts as gone when nobody listens at the address any more.
+            is_gone: whether there is nothing to wait for any more; None: nobody knows.
+            retry_seconds: for which a request is sent again while the deployment cannot be reached,
+                once it could; 0: never.
             api_key, tls_ca, tls_name, tls_certificate, tls_key: see `mii.channel.ClientSecurity`.
 
         Raises:
@@ -76,6 +87,9 @@ class DeploymentClient:
         self.rest_address = rest_address
         self.wait_until_gone = wait_until_gone or self._wait_until_closed
         self.terminated = False
+        self._is_gone = is_gone
+        self._retry_seconds = retry_seconds
+        self.reached = False  # the deployment has answered
         self.security = ClientSecurity(api_key, tls_ca, tls_name, tls_certificate, tls_key)
 
     def __repr__(self) -> str:
@@ -101,6 +115,21 @@ class DeploymentClient:
         if isinstance(failure, Unavailable) and not ours:  # gRPC's own words
             return Unavailable(f"{self._name} cannot be reached: {failure}")
         return failure
+
+    def patience(self, timeout: float | None) -> Patience:
+        """Return how long a call that begins now is tried."""
+        return Patience(self._retry_seconds, deadline_of(timeout))
+
+    def pause_after(self, error: Exception, patience: Patience) -> float:
+        """Return the seconds until a call that has failed is tried again.
+
+        Raises:
+            Exception: the error itself, if that is of no use.
+        """
+        gone = self._is_gone() if self._is_gone is not None else not self.reached
+        if self.terminated or gone:
+            raise error
+        return patience.pause_after(error)
 
     def _wait_until_closed(self) -> None:
         host, _, port = self.address.rpartition(":")
@@ -220,12 +249,18 @@ class MIIClient(DeploymentClient):
         from mii.proto.modelresponse_pb2_grpc import ModelResponseStub
 
         stub = ModelResponseStub(self._open_channel())
-        try:
-            stub.Terminate(Empty(), timeout=_TERMINATE_SECONDS, metadata=self.security.metadata)
-        except grpc.RpcError as error:
-            failure = self.error_of(error)
-            if not isinstance(failure, Unavailable):
-                raise failure from None
+        patience = self.patience(None)
+        while True:
+            try:
+                stub.Terminate(Empty(), timeout=_TERMINATE_SECONDS, metadata=self.security.metadata)
+                break
+            except grpc.RpcError as error:
+                failure = self.error_of(error)
+                if not isinstance(failure, Unavailable):
+                    raise failure from None
+                if self._is_gone is None or self._is_gone():
+                    break
+                time.sleep(patience.pause_after(failure))  # its router is being started again
         self.wait_until_gone()
         self.terminated = True
         self.close()
@@ -254,7 +289,24 @@ class MIIClient(DeploymentClient):
             for message in messages:
                 yield from answer.pieces(message)
 
-    def _messages(self, request: GenerateRequest, timeout: float | None) -> Any:
+    def _messages(
+        self, request: GenerateRequest, timeout: float | None
+    ) -> Generator[GenerateResponse]:
+        """Iterate over the messages of a request, however often it has to be sent."""
+        attempts, patience = Attempts(request), self.patience(timeout)
+        while True:
+            try:
+                call = self._call(attempts.next_request(), patience.remaining)
+                with contextlib.closing(call) as messages:
+                    for message in messages:
+                        self.reached = True
+                        patience.worked()
+                        yield attempts.take(message)
+                return
+            except Unavailable as error:
+                time.sleep(self.pause_after(error, patience))
+
+    def _call(self, request: GenerateRequest, timeout: float | None) -> Generator[GenerateResponse]:
         """Iterate over the messages of a Generate call."""
         import grpc
 
@@ -277,14 +329,17 @@ class MIIClient(DeploymentClient):
 
         from mii.proto.inference_pb2_grpc import InferenceStub
 
-        seconds = check_timeout(timeout)
-        try:
-            with self._connected():
-                return getattr(InferenceStub(self._open_channel()), method)(
-                    request, timeout=seconds, metadata=self.security.metadata
-                )
-        except grpc.RpcError as error:
-            raise self.error_of(error) from None
+        patience = self.patience(check_timeout(timeout))
+        while True:
+            try:
+                with self._connected():
+                    answer = getattr(InferenceStub(self._open_channel()), method)(
+                        request, timeout=patience.remaining, metadata=self.security.metadata
+                    )
+                self.reached = True
+                return answer
+            except grpc.RpcError as error:
+                time.sleep(self.pause_after(self.error_of(error), patience))
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[None]:

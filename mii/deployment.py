@@ -51,6 +51,7 @@ from mii.registry import (
     without_replica,
 )
 from mii.supervised_replica import CausesOfDeath, SupervisedReplica
+from mii.supervised_router import SupervisedRouter
 
 _STOP_SECONDS = 3.0  # that children have for an orderly end
 _LOOK_SECONDS = 0.5  # between two looks at what nobody sends a message about
@@ -117,9 +118,9 @@ class Supervisor:
         self._registry = registry
         self._record = DeploymentRecord(config, ProcessIdentity.of(os.getpid()))
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        self._router: Child | None = None
+        self._router = SupervisedRouter(config)
         self.replicas: list[SupervisedReplica] = []
-        self._operations = Operations(self, lambda end: self._require_router().channel.send(end))
+        self._operations = Operations(self, self._router.tell)
         self._running: list[Child] = []  # whose end has not been seen
         self._last_words: dict[Child, Failed] = {}
         self._announced = False  # the starter knows that the deployment is ready
@@ -158,7 +159,7 @@ class Supervisor:
     def _run(self) -> None:
         threading.Thread(target=self._read_starter, daemon=True).start()
         self._progress("starting the router")
-        self._router = self._adopt(self._launcher.start_router(self._config))
+        self._start_router()
         while not self._stopping:
             self._handle(self._next_event())
 
@@ -175,13 +176,12 @@ class Supervisor:
                 self._last_words[child] = failed
                 _logger.error("%s: %s", child.name, failed.message)
                 self._kill(self._siblings(child))
-            case _Said(child, message) if child is self._router:
-                self._router_said(message)
+            case _Said(child, message) if child is self._router.child:
+                self._router_said(child, message)
             case _Said(child, message):
                 self._worker_said(child, message)
-            case _Ended(child) if child is self._router:
-                self._running.remove(child)
-                raise self._cause([child])
+            case _Ended(child) if child is self._router.child:
+                self._router_ended(child)
             case _Ended(child):
                 self._worker_ended(child)
             case _StarterSaid(Detach()):
@@ -201,20 +201,39 @@ class Supervisor:
 
     # The router
 
-    def _router_said(self, message: Message) -> None:
+    def _start_router(self) -> None:
+        self._router.begin(self._adopt(self._launcher.start_router(self._router.config_to_start)))
+
+    def _router_said(self, router: Child, message: Message) -> None:
         if isinstance(message, Terminate):
             self._stop("a client asked for the end of the deployment")
         elif isinstance(message, Ready):
+            self._router.serves(message)
             self._record = replace(self._record, port=message.port, rest_port=message.rest_port)
-            router = self._require_router()
             self._busy_with.pop(router)
             self._note([router], "ready", message.port)
             _logger.info("the router listens on port %d", message.port)
+            if self.replicas:  # it has died, and they have not
+                self._tell_router()
+                return
             self._progress("starting the workers")
             for number in range(self._config.replica_num):
                 self.add_replica(number)
         elif isinstance(message, Operation):
             self._operations.ask(message)
+
+    def _router_ended(self, router: Child) -> None:
+        self._running.remove(router)
+        self._busy_with.pop(router, None)
+        cause = self._cause([router])
+        self._last_words.pop(router, None)
+        as_asked = router.process.returncode == 0
+        if not self._announced or not self._router.died(as_asked=as_asked):
+            raise cause
+        _logger.log(logging.INFO if as_asked else logging.ERROR, "the router has ended: %s", cause)
+        self._note([router], "restarting", self._record.port, "" if as_asked else str(cause))
+        if self._router.restart_at is not None:
+            self._next_look = min(self._next_look, self._router.restart_at)
 
     # See mii.operations.ReplicaActions.
 
@@ -266,7 +285,7 @@ class Supervisor:
             for each in self.replicas
             if not (each.leaving and each.leaves_for_good)
         )
-        self._require_router().channel.send(Replicas(tuple(replicas)))
+        self._router.tell(Replicas(tuple(replicas)))
 
     # Workers
 
@@ -312,7 +331,7 @@ class Supervisor:
         if not replica.ended and replica.ready:
             by_itself = self._deaths.by_itself(child.process.returncode, child.killed)
             died = Died(replica.number, replica.address, replica.computing(), by_itself)
-            self._require_router().channel.send(died)
+            self._router.tell(died)
         replica.ended.add(child.start.rank)
         self._kill(replica.children)
         if len(replica.ended) == len(replica.children):
@@ -349,6 +368,13 @@ class Supervisor:
     def _look(self) -> None:
         """Do what the time has come for: find what hangs, and start again what has died."""
         now = time.monotonic()
+        if self._router.restart_at is not None and now >= self._router.restart_at:
+            _logger.info("the router is started again")
+            self._start_router()
+        elif (why := self._router.standstill()) is not None and self._router.child is not None:
+            words = f"the router hangs: {why}"
+            self._last_words[self._router.child] = Failed(DeploymentError.code, words)
+            self._router.child.kill()
         for child in [c for c, since in self._progressed.items() if c in self._busy_with]:
             if now - self._progressed[child] > self._config.startup_timeout:
                 self._start_stalled(child)
@@ -424,12 +450,8 @@ class Supervisor:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._events.put(_Signalled(number))
 
-    def _require_router(self) -> Child:
-        assert self._router is not None, "the router is started first"
-        return self._router
-
     def _siblings(self, child: Child) -> list[Child]:
-        return [child] if child is self._router else self._replica_of(child).children
+        return [child] if child is self._router.child else self._replica_of(child).children
 
     def _replica_of(self, child: Child) -> SupervisedReplica:
         return next(each for each in self.replicas if child in each.children)

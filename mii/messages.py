@@ -68,6 +68,8 @@ def check_request(request: GenerateRequest, served: str) -> None:
             f"{len(request.prompts)} prompts x {answers}",
             "n" if answers > 1 else "prompts",
         )
+    if request.resume and (len(request.prompts) != 1 or not request.sampling.HasField("seed")):
+        raise InvalidArgument("resume goes with exactly one prompt and a seed", "resume")
     copied = len(request.prompts) * request.sampling.ByteSize()
     if copied > MAX_COPIED_BYTES:
         raise InvalidArgument(

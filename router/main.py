@@ -23,6 +23,7 @@ from mii.http2.server import Server
 from mii.http2.server_call import ServerCall
 from mii.keys import key_headers
 from mii.proto import deployment_pb2, inference_pb2, modelresponse_pb2
+from mii.pulse import Pulse
 from mii.router.access import Access
 from mii.router.balancer import POLICIES
 from mii.router.exposition import Exposition
@@ -49,6 +50,7 @@ _SERVICES: Final = (
 )
 _NO_REST: Final = b"This port speaks gRPC; REST is served with enable_rest=True.\n"
 _STOP_GRACE: Final = 1.0  # seconds for calls under way, of the three that a Stop allows
+_TICK_SECONDS: Final = 0.2
 _TERMINATE_SECONDS: Final = 1.0  # until a client is told that the deployment will end, at most
 
 _logger = logging.getLogger("mii.router")
@@ -177,9 +179,19 @@ class Router:
         return port
 
 
-async def run(channel: control.ControlChannel, config: DeploymentConfig) -> None:
+async def _tick(pulse: Pulse) -> None:
+    """Show the supervisor that the event loop runs."""
+    while True:
+        pulse.tick()
+        await asyncio.sleep(_TICK_SECONDS)
+
+
+async def run(channel: control.ControlChannel, start: control.Start) -> None:
     """Serve until told to stop. The end of the control channel ends the process at once."""
+    config = start.config
     loop = asyncio.get_running_loop()
+    pulse = Pulse.create() if start.pulse_fd is None else Pulse(start.pulse_fd)
+    ticking = asyncio.create_task(_tick(pulse))
     stopped = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stopped.set)
 
@@ -201,6 +213,7 @@ async def run(channel: control.ControlChannel, config: DeploymentConfig) -> None
     channel.send(await router.start())
     await stopped.wait()
     await router.stop()
+    ticking.cancel()
     traces.close()
 
 
@@ -223,7 +236,7 @@ def main() -> None:
     traces.set_up("router", start.config.deployment_name)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(run(channel, start.config))
+            runner.run(run(channel, start))
     except Exception as error:
         foreseen = isinstance(error, MIIError)
         _logger.error("the router cannot go on: %s", error, exc_info=None if foreseen else error)

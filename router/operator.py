@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 from collections.abc import Callable, Mapping
 
 from mii import control
@@ -42,7 +43,8 @@ class OperatorServicer:
         self._name = name
         self._replicas = replicas
         self._ask = ask
-        self._numbers = itertools.count(1)
+        # Those of a router that was here before may still end.
+        self._numbers = itertools.count(secrets.randbits(31))
         self._waiting: dict[int, asyncio.Future[str]] = {}
 
     @property

@@ -32,7 +32,7 @@ from mii.router.limits import MAX_PROMPTS_IN_FLIGHT, RequestLimit
 from mii.router.replicas import Answering, Replica, Replicas
 from mii.router.request_record import PromptRecord
 from mii.router.requests import split
-from mii.router.submission import ChoiceState, Submission
+from mii.router.submission import Submission, choices_of
 from mii.router.transport import WorkerTransport
 
 # Messages that wait for the client are merged up to this: well below the 4 MiB that clients accept
@@ -246,7 +246,7 @@ class Relay:
             Submission(
                 single,
                 index,
-                [ChoiceState() for _ in range(choices)],
+                choices_of(single),
                 PromptRecord(record, choices, request.stream),
             )
             for index, single in enumerate(singles)

@@ -27,6 +27,7 @@ def split(request: GenerateRequest, request_id: str, client: str = "") -> list[G
             sampling=request.sampling,
             stream=request.stream,
             defaults=request.defaults,
+            resume=request.resume,
             client=client,
         )
         if not single.sampling.HasField("seed"):

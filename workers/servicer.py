@@ -236,8 +236,6 @@ def _resumed(request: GenerateRequest) -> dict[int, Sequence[int]] | None:
     """
     if not request.resume:
         return None
-    if len(request.prompts) != 1 or not request.sampling.HasField("seed"):
-        raise InvalidArgument("resume goes with exactly one prompt and a seed", "resume")
     resumed = {answer.choice_index: answer.token_ids for answer in request.resume}
     if len(resumed) != len(request.resume):
         raise InvalidArgument("resume names a choice twice", "resume")
