@@ -32,7 +32,13 @@ from mii.proto.inference_pb2 import (
     TokenizeRequest,
 )
 from mii.response import Response
-from mii.retries import DEFAULT_RETRY_SECONDS, Attempts, Patience, deadline_of
+from mii.retries import (
+    REMOTE_RETRY_SECONDS,
+    RETRY_SECONDS,
+    Attempts,
+    Patience,
+    deadline_of,
+)
 
 if TYPE_CHECKING:
     import grpc
@@ -56,7 +62,7 @@ class DeploymentClient:
         rest_address: str | None = None,
         wait_until_gone: Callable[[], None] | None = None,
         is_gone: Callable[[], bool] | None = None,
-        retry_seconds: float = DEFAULT_RETRY_SECONDS,
+        retry_seconds: float | None = None,
         api_key: str | None = None,
         tls_ca: str | None = None,
         tls_name: str = "",
@@ -73,7 +79,7 @@ class DeploymentClient:
                 the deployment counts as gone when nobody listens at the address any more.
             is_gone: whether there is nothing to wait for any more; None: nobody knows.
             retry_seconds: for which a request is sent again while the deployment cannot be reached,
-                once it could; 0: never.
+                once it could; 0: never; None: a minute if it runs on this machine, else 10 s.
             api_key, tls_ca, tls_name, tls_certificate, tls_key: see `mii.channel.ClientSecurity`.
 
         Raises:
@@ -88,6 +94,8 @@ class DeploymentClient:
         self.wait_until_gone = wait_until_gone or self._wait_until_closed
         self.terminated = False
         self._is_gone = is_gone
+        if retry_seconds is None:
+            retry_seconds = REMOTE_RETRY_SECONDS if is_gone is None else RETRY_SECONDS
         self._retry_seconds = retry_seconds
         self.reached = False  # the deployment has answered
         self.security = ClientSecurity(api_key, tls_ca, tls_name, tls_certificate, tls_key)

@@ -22,7 +22,8 @@ from mii.proto.inference_pb2 import (
     SequenceDelta,
 )
 
-DEFAULT_RETRY_SECONDS: Final = 20.0
+# For a deployment that is known to run, and for one of which only the address is known.
+RETRY_SECONDS, REMOTE_RETRY_SECONDS = 60.0, 10.0
 
 _FIRST_PAUSE: Final = 0.05  # seconds; doubled each time
 _LONGEST_PAUSE: Final = 1.0

@@ -203,6 +203,11 @@ class EngineLoop:
 
     # On the event loop.
 
+    @property
+    def takes_requests(self) -> bool:
+        """Whether a request would be answered."""
+        return self._refusal is None
+
     @asynccontextmanager
     async def submit(
         self, requests: Sequence[GenerationRequest], *, least: int = 1

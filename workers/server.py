@@ -98,8 +98,9 @@ class WorkerServer:
         """
         self._token = (digest_of(token),) if token else ()
         services = [_WORKER] if inference is None else [_WORKER, _INFERENCE]
-        self._serving = True
-        self._health = Health([*services, *reflection.SERVICES], lambda: self._serving)
+        self._stopping = False
+        self._inference = inference
+        self._health = Health([*services, *reflection.SERVICES], self._serves)
         self._server = Server(
             {
                 **status.handlers,
@@ -117,6 +118,9 @@ class WorkerServer:
         if self._token and not is_among(key, self._token):
             raise Unauthenticated("this worker answers its own router only")
 
+    def _serves(self) -> bool:
+        return not self._stopping and (self._inference is None or self._inference.serving)
+
     async def start(self, preferred_port: int) -> int:
         """Listen on the preferred port if it is free, else on any; return which it is."""
         try:
@@ -129,7 +133,7 @@ class WorkerServer:
 
     async def stop(self, grace: float) -> None:
         """Take no more calls, and give those under way `grace` seconds to end by themselves."""
-        self._serving = False
+        self._stopping = True
         self._health.changed()
         await self._server.stop(grace)
 

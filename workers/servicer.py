@@ -88,6 +88,11 @@ class Servicer:
         self._bytes_of = lru_cache(_NAMED_TOKENS)(self._token_bytes)
 
     @property
+    def serving(self) -> bool:
+        """Whether a request would be answered."""
+        return self._engine.takes_requests
+
+    @property
     def handlers(self) -> Mapping[str, Handler]:
         """By path."""
         return {

@@ -115,7 +115,7 @@ def text(body: Mapping[str, Any], name: str, default: str) -> str:
 
 
 def _sampling(body: Mapping[str, Any], own: Mapping[str, object]) -> SamplingParams:
-    values = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
+    values = {n: value for n, value in body.items() if n in _SAMPLING and value is not None}
     if "max_completion_tokens" in values:
         values.pop("max_tokens", None)  # which it supersedes
     limits = ("max_new_tokens", "max_tokens", "max_completion_tokens")

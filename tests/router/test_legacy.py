@@ -147,7 +147,7 @@ def test_one_stop_string_stays_one(
         (("GeneratorReply", ["a"], {"stop": {"a": "x"}}), ["stop"]),
         (("GeneratorReply", [], {}), ["prompts"]),
         (("GeneratorReply", ["a"] * 4097, {}), ["4097"]),
-        (("GeneratorReply", ["a"], {"stop": "x" * 2**20}), ["bytes"]),
+        (("GeneratorReply", ["a"], {"stop": "x" * 2**21}), ["bytes"]),
         (("GeneratorReplyStream", ["a", "b"], {}), ["exactly one prompt"]),
         (("GeneratorReplyStream", [], {}), ["exactly one prompt"]),
         (("GeneratorReplyStream", ["a"], {"temperature": -1}), ["temperature"]),

@@ -1,6 +1,10 @@
 """Clients that ask without a pause while workers are killed under them: nothing may be lost.
 
     python -m tests.system.chaos [--model smollm2] [--seconds 600] [--clients 32] [--replicas 3]
+                                 [--router]
+
+With --router the router dies, too: our own clients must not notice, and those that speak plain HTTP
+see their connection break off, and ask again.
 
 Every question is asked once in calm, and then again and again while replicas die in every way: an
 answer that differs, is missing, or does not come is a fault. Unseeded answers, which differ each
@@ -10,6 +14,7 @@ time, must be whole. Exits with 1 if there was any fault.
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import os
 import random
@@ -19,6 +24,7 @@ import statistics
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -43,6 +49,11 @@ class Question:
     name: str
     ask: Callable[[], Answer]
     repeatable: bool = True
+    plain: bool = False  # of a client that does not ask again by itself
+
+
+class BrokenOff(Exception):
+    """A stream has ended before its end."""
 
 
 def _over_grpc(client: MIIClient, prompts: list[str], **params: Any) -> Answer:
@@ -68,7 +79,9 @@ def _over_http(url: str, body: dict[str, Any]) -> Answer:
         events = [
             line[6:] for line in response.read().decode().splitlines() if line[:6] == "data: "
         ]
-    assert events.pop() == "[DONE]", events[-1:]
+    if events[-1:] != ["[DONE]"]:
+        raise BrokenOff(str(events[-1:]))
+    events.pop()
     chunks = [json.loads(event)["choices"][0] for event in events]
     text = "".join(chunk["text"] for chunk in chunks)
     return [(text, (), str(chunks[-1]["finish_reason"]))]
@@ -102,7 +115,7 @@ def questions_for(client: MIIClient, url: str, count: int, longest: int) -> list
             ("HTTP stream", lambda b=http: _over_http(url, {**b, "stream": True})),
         ]
         name, ask = kinds[number % len(kinds)]
-        questions.append(Question(name, ask))
+        questions.append(Question(name, ask, plain=name.startswith("HTTP")))
         if number % len(kinds) == 0:
             unseeded = {**new, "temperature": 0.8}
             ask = lambda p=one, k=unseeded: _streamed(client, p, **k)  # noqa: E731
@@ -133,6 +146,7 @@ class Report:
     kills: Counter[str] = field(default_factory=Counter)
     recoveries: list[float] = field(default_factory=list)  # seconds until a replica served again
     longest_answer: float = 0.0
+    broken_off: int = 0  # plain clients' connections, by the router's death
 
     def lines(self) -> list[str]:
         """Return it for people."""
@@ -140,6 +154,7 @@ class Report:
             f"{self.answered.total()} answers, {len(self.faults)} faults: {dict(self.answered)}",
             f"{self.kills.total()} kills: {dict(self.kills)}",
             f"longest answer {self.longest_answer:.2f} s",
+            f"{self.broken_off} HTTP requests were broken off and asked again",
         ]
         if len(self.recoveries) > 1:
             tenths = statistics.quantiles(self.recoveries, n=10)
@@ -153,7 +168,15 @@ class Report:
 class Chaos:
     """Clients and a killer at work on one deployment."""
 
-    def __init__(self, name: str, registry: Registry, questions: Sequence[Question]) -> None:
+    def __init__(
+        self,
+        name: str,
+        registry: Registry,
+        questions: Sequence[Question],
+        *,
+        kill_router: bool = False,
+    ) -> None:
+        self._kill_router = kill_router
         self._name = name
         self._registry = registry
         self._questions = questions
@@ -188,6 +211,14 @@ class Chaos:
             question, began = self._questions[number], time.monotonic()
             try:
                 answer = question.ask()
+            except (OSError, http.client.HTTPException, BrokenOff) as error:
+                refused = isinstance(error, urllib.error.HTTPError) and error.code != 503
+                if not (question.plain and self._kill_router) or refused:
+                    self._note(question, began, f"{type(error).__name__}: {error}")
+                with self._lock:
+                    self.report.broken_off += 1
+                time.sleep(0.2)  # as clients do before they ask again
+                continue
             except Exception as error:
                 self._note(question, began, f"{type(error).__name__}: {error}")
                 continue
@@ -228,6 +259,8 @@ class Chaos:
                 elif time.monotonic() - since > HUNG_SECONDS:
                     self.report.faults.append(f"replica {replica} did not come back")
                     del down[replica]
+            if self._kill_router and rng.random() < 0.005 and time.monotonic() < until:
+                self._kill_the_router(rng)
             up = [w for w in workers.values() if w.state == "ready" and w.replica not in down]
             if time.monotonic() >= next_death and up and time.monotonic() < until:
                 victim, way = rng.choice(up), rng.choice(list(WAYS_TO_DIE))
@@ -235,6 +268,14 @@ class Chaos:
                 self.report.kills[way] += 1
                 down[victim.replica] = victim.pid, way, time.monotonic()
                 next_death = time.monotonic() + rng.uniform(*pauses)
+
+    def _kill_the_router(self, rng: random.Random) -> None:
+        record = self._registry.get(self._name)
+        router = next(process for process in record.processes if process.role == "router")
+        if router.state == "ready":
+            way = rng.choice(["SIGKILL", "SIGSTOP", "SIGTERM", "SIGABRT"])
+            WAYS_TO_DIE[way](router.pid)
+            self.report.kills[f"router {way}"] += 1
 
     def _workers(self) -> dict[int, ProcessRecord]:
         record = self._registry.get(self._name)
@@ -250,6 +291,7 @@ def run_chaos(
     replicas: int,
     pauses: tuple[float, float],
     longest: int,
+    kill_router: bool = False,
     **options: Any,
 ) -> Report:
     """Serve a model, have it die again and again, and return what became of its answers."""
@@ -261,7 +303,8 @@ def run_chaos(
         registry = Registry(cache)
         (record,) = [r for r in registry.all() if r.address == client.address]
         questions = questions_for(client, f"http://{record.rest_address}", 4 * clients, longest)
-        return Chaos(record.name, registry, questions).run(seconds, clients, pauses)
+        chaos = Chaos(record.name, registry, questions, kill_router=kill_router)
+        return chaos.run(seconds, clients, pauses)
     finally:
         client.terminate_server()
 
@@ -274,13 +317,14 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--longest", type=int, default=64, help="new tokens of an answer at most")
+    parser.add_argument("--router", action="store_true", help="kill the router, too")
     options = parser.parse_args()
     from mii.models.checkpoint import default_cache
 
     report = run_chaos(
         options.model, default_cache(), seconds=options.seconds, clients=options.clients,
-        replicas=options.replicas, pauses=(5.0, 15.0), longest=options.longest, threads=1,
-        max_length=1024,
+        replicas=options.replicas, kill_router=options.router, pauses=(5.0, 15.0),
+        longest=options.longest, threads=1, max_length=1024,
     )  # fmt: skip
     print("\n".join(report.lines()))
     sys.exit(bool(report.faults))

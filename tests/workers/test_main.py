@@ -141,7 +141,7 @@ def test_a_port_that_is_taken_is_left_alone_and_sigterm_ends_calls_in_time(launc
         (child,) = launch(port=preferred)
         port = port_of(child)
         assert port != preferred
-    with MIIClient(f"127.0.0.1:{port}") as client:
+    with MIIClient(f"127.0.0.1:{port}", retry_seconds=0) as client:
         stream = client.stream("hello", ignore_eos=True, max_new_tokens=500)
         next(stream)
         child.process.send_signal(signal.SIGTERM)
