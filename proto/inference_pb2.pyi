@@ -79,7 +79,8 @@ class GenerateRequest(_message.Message):
     def resume(self) -> _containers.RepeatedCompositeFieldContainer[Global___PartialAnswer]:
         """Answers that a server has begun and that this one is to go on with: only these are generated,
         and their deltas tell what comes after `token_ids`. Takes one prompt, with its seed given. The
-        router sends it when it moves a request away from a replica that is gone.
+        router sends it when it moves a request away from a replica that is gone, with no ids where
+        none has come yet.
         """
 
     def __init__(

@@ -138,7 +138,6 @@ class Observer:
                     raise
                 finally:
                     ending.record.request_id = request.get("request_id", "")
-                    ending.record.client = _name_of(request.get("caller"))
                 ending.status, ending.code = str(response.status), response.get(ERROR_CODE, "")
                 return response
 

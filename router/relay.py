@@ -13,6 +13,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Final, Protocol, TypeVar
 
 from mii.errors import InternalError, SlowReader, Unavailable
@@ -228,6 +229,8 @@ class Relay:
     ) -> AsyncIterator[Generation]:
         """Answer a request for as long as the block runs; leaving it early cancels the rest.
 
+        It is counted for the client of the current `RequestRecord`.
+
         Args:
             request: of any number of prompts.
             timeout: seconds until nobody waits for the answer any more.
@@ -241,7 +244,7 @@ class Relay:
         check_request(request, self.model_name)
         deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
         choices = request.sampling.n if request.sampling.HasField("n") else 1
-        singles = split(request, record.request_id)
+        singles = split(request, record.request_id, record.client)
         submissions = [
             Submission(
                 single,
@@ -251,11 +254,9 @@ class Relay:
             )
             for index, single in enumerate(singles)
         ]
-        with self._limit.admit(sum(each.remaining_tokens() for each in submissions)) as admitted:
-
-            def progressed(tokens: float) -> None:
-                self._limit.progress(admitted, admitted.tokens - tokens)
-
+        tokens = sum(each.remaining_tokens() for each in submissions)
+        with self._limit.admit(tokens, record.client) as admitted:
+            progressed = partial(self._limit.progress, admitted)
             record.begin(len(submissions))
             answers = choices * len(submissions)
             generation = Generation(

@@ -10,7 +10,7 @@ from mii.proto.inference_pb2 import GenerateRequest
 _LONGEST_SUFFIX = len(f"-{MAX_SEQUENCES - 1}")
 
 
-def split(request: GenerateRequest, request_id: str, client: str = "") -> list[GenerateRequest]:
+def split(request: GenerateRequest, request_id: str, client: str) -> list[GenerateRequest]:
     """Return one request for each prompt, each of them whole: it can be sent to any replica, again.
 
     They are counted for `client`, whatever the request says.

@@ -90,7 +90,7 @@ class Submission:
         """Return what to ask the next replica: the whole request, or what is left of it."""
         self._in_hands = self._moved_on = False
         self._sent = time.monotonic()
-        if not any(choice.token_ids or choice.finish_reason for choice in self.choices):
+        if not self.moves:
             return self.request
         rest = GenerateRequest()
         rest.CopyFrom(self.request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 from mii.engine.detokenizer import Detokenizer
@@ -74,6 +75,7 @@ class Generator:
         self.prompts = prompts
         self._max_requests = max_requests
         self._sequences: dict[int, _Sequence] = {}
+        self._held = Counter[str]()  # of them, by each client
         self._handles = itertools.count(1)
 
     def add(self, request: GenerationRequest) -> int:
@@ -81,10 +83,9 @@ class Generator:
 
         Raises:
             InvalidArgument: if the engine could never hold it.
-            Overloaded: if too many requests are known already.
+            Overloaded: if too many requests are known already, of all or of its client.
         """
-        if len(self._sequences) >= self._max_requests:
-            raise Overloaded(f"{self._max_requests} requests are running or waiting: try later")
+        self._check_room(request)
         handle = next(self._handles)
         scheduled = ScheduledRequest(
             uid=handle,
@@ -97,6 +98,7 @@ class Generator:
         sampling = SamplingState.of(request)
         self.engine.add_request(scheduled, sampling)
         tokenizer = self.prompts.optional_tokenizer
+        self._held[request.client] += 1
         sequence = self._sequences[handle] = _Sequence(
             request=request,
             scheduled=scheduled,
@@ -114,7 +116,7 @@ class Generator:
 
     def abort(self, handle: int) -> None:
         """Stop a request and free its blocks at once. Unknown handles are ignored."""
-        self._sequences.pop(handle, None)
+        self._forget(handle)
         self.engine.remove_request(handle)
 
     def step(self) -> list[Delta]:
@@ -124,7 +126,7 @@ class Generator:
             sequence = self._sequences[update.uid]
             delta = self._advance(sequence, update, logprobs)
             if delta.finish_reason is not None or delta.failure:
-                del self._sequences[update.uid]
+                self._forget(update.uid)
                 if update.finish_reason is None:  # a stop string ended it, not the engine
                     self.engine.remove_request(update.uid)
             deltas.append(delta)
@@ -142,6 +144,29 @@ class Generator:
     def close(self) -> None:
         """Let the other ranks end. The generator cannot be used afterwards."""
         self.engine.destroy()
+
+    def _check_room(self, request: GenerationRequest) -> None:
+        room = self._max_requests - len(self._sequences)
+        if room <= 0:
+            raise Overloaded(f"{self._max_requests} requests are running or waiting: try later")
+        # As the router shares out what it takes (see its RequestLimit), which counts requests and
+        # not their prompts and answers. One that was taken once is not refused when it is moved.
+        client, held = request.client, self._held[request.client]
+        if client and held and not request.moved and held + 1 > room - 1:
+            raise Overloaded(
+                f"the client of this key, {client!r}, has {held} answers running or waiting in "
+                f"this replica, which is its share of {self._max_requests} "
+                "(max_tracked_sequences); the rest is kept for other clients: try later"
+            )
+
+    def _forget(self, handle: int) -> None:
+        sequence = self._sequences.pop(handle, None)
+        if sequence is None:
+            return
+        client = sequence.request.client
+        self._held[client] -= 1
+        if not self._held[client]:
+            del self._held[client]
 
     def _advance(
         self, sequence: _Sequence, update: TokenUpdate, logprobs: TokenLogprobs | None

@@ -50,6 +50,7 @@ class GenerationRequest:
     grammar: Grammar | None = None  # what the answer must match, at its beginning
     answer_ids: tuple[int, ...] = ()  # the answer so far, by another engine: to be gone on with
     client: str = ""  # whom it is counted for
+    moved: bool = False  # from another engine, that is gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +136,7 @@ class PromptProcessor:
             prefix_text=self._prompt_text(prompt, ids) if params.return_full_text else "",
             grammar=grammar,
             client=client,
+            moved=resumed is not None,
         )
         if resumed is None:
             resumed = {choice: () for choice in range(params.n)}

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from mii.messages import check_model, check_request_id, new_request_id
 from mii.proto.inference_pb2 import ListModelsResponse, Model
+from mii.router import request_record
 from mii.router.access import Access
 from mii.router.exposition import Exposition
 from mii.router.gateway import chat, completions
@@ -150,7 +151,7 @@ def only_known(access: Access) -> Any:
     ) -> web.StreamResponse:
         if request.path not in _OPEN_PATHS:
             headers = {name.lower(): value for name, value in request.headers.items()}
-            request["caller"] = access.check(headers)
+            request_record.here().client = access.check(headers).name
         return await handler(request)
 
     return let_in
