@@ -54,6 +54,8 @@ _TICK_SECONDS: Final = 0.2
 _TERMINATE_SECONDS: Final = 1.0  # until a client is told that the deployment will end, at most
 
 _logger = logging.getLogger("mii.router")
+_silent = logging.getLogger("mii.router.aiohttp")
+_silent.disabled = True
 
 
 class Router:
@@ -115,6 +117,7 @@ class Router:
             ),
             handler_cancellation=True,  # a client that has gone cancels what is done for it
             access_log=None,
+            logger=_silent,  # what a client sends that is no HTTP is nobody's error but its own
             shutdown_timeout=_STOP_GRACE,
         )
 
