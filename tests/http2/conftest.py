@@ -12,6 +12,7 @@ from typing import Any
 
 import hpack
 import pytest
+import uvloop
 
 from mii.http2.grpc_wire import CallFault, StatusCode
 from mii.http2.limits import Limits
@@ -169,6 +170,16 @@ class Served:
 
 
 Serve = Callable[..., Awaitable[Served]]
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The loop of production, and in the long form the standard library's, too."""
+    loops: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"uvloop": uvloop.new_event_loop}
+    if config.getoption("--full"):
+        loops["asyncio"] = asyncio.new_event_loop
+    return loops
 
 
 @pytest.fixture
