@@ -375,6 +375,7 @@ class Connection(Sender):
             elif key == Setting.MAX_FRAME_SIZE and not MAX_FRAME_BYTES <= value < 2**24:
                 raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, f"MAX_FRAME_SIZE = {value}")
         self.send_control(frame(FrameType.SETTINGS, Flag.ACK, 0))
+        self._serve_waiting()  # not before: for the peer the larger windows begin with the ACK
 
     def _resize_windows(self, size: int) -> None:
         if size > MAX_WINDOW:
@@ -386,7 +387,6 @@ class Connection(Sender):
                 raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, "a window out of range")
             if stream.unsent_bytes and stream.window > 0:
                 self.wait_for_room(stream)
-        self._serve_waiting()
 
     def _on_ping(self, number: int, flags: int, payload: bytes) -> None:
         if number != 0:

@@ -61,6 +61,18 @@ CONNECTION_ERRORS: dict[str, tuple[Callable[[Peer], bytes], ErrorCode]] = {
         lambda peer: frame(HEADERS, 0, 1, peer.block()) + frame(PING, 0, 0, bytes(8)),
         E.PROTOCOL_ERROR,
     ),
+    "4.3 a header table beyond SETTINGS_HEADER_TABLE_SIZE": (
+        lambda peer: frame(HEADERS, END_HEADERS, 1, b"\x3f\xe1\xff\x03" + peer.block()),
+        E.COMPRESSION_ERROR,
+    ),
+    "4.3 a header table resized within a block": (
+        lambda peer: frame(HEADERS, END_HEADERS, 1, peer.block() + b"\x20"),
+        E.COMPRESSION_ERROR,
+    ),
+    "5.5 an unknown frame within a header block": (
+        lambda peer: frame(HEADERS, 0, 1, peer.block()) + frame(0x77, 0, 1),
+        E.PROTOCOL_ERROR,
+    ),
     "5.1 DATA on an idle stream": (lambda peer: frame(DATA, 0, 1, b"x"), E.PROTOCOL_ERROR),
     "5.1 RST_STREAM on an idle stream": (
         lambda peer: frame(RST_STREAM, 0, 1, bytes(4)),
@@ -74,6 +86,31 @@ CONNECTION_ERRORS: dict[str, tuple[Callable[[Peer], bytes], ErrorCode]] = {
         lambda peer: frame(HEADERS, END_HEADERS, 2, peer.block()),
         E.PROTOCOL_ERROR,
     ),
+    "5.1.1 a stream below the last one": (
+        lambda peer: (
+            frame(HEADERS, END_HEADERS, 5, peer.block())
+            + frame(HEADERS, END_HEADERS, 3, peer.block())
+        ),
+        E.PROTOCOL_ERROR,
+    ),
+    "5.1 HEADERS on a stream that the client has reset": (
+        lambda peer: (
+            opened(peer)
+            + frame(RST_STREAM, 0, 1, bytes(4))
+            + frame(HEADERS, END_HEADERS, 1, peer.block())
+        ),
+        E.PROTOCOL_ERROR,
+    ),
+    "5.1 RST_STREAM on an even stream": (
+        lambda peer: (
+            frame(HEADERS, END_HEADERS, 5, peer.block()) + frame(RST_STREAM, 0, 2, bytes(4))
+        ),
+        E.PROTOCOL_ERROR,
+    ),
+    "5.1 PRIORITY of a wrong length on an idle stream": (
+        lambda peer: frame(PRIORITY, 0, 1, bytes(4)),
+        E.FRAME_SIZE_ERROR,
+    ),
     "6.1 DATA on stream 0": (lambda peer: frame(DATA, 0, 0, b"x"), E.PROTOCOL_ERROR),
     "6.1 padding longer than DATA": (
         lambda peer: opened(peer) + frame(DATA, PADDED, 1, b"\x05abcd"),
@@ -82,6 +119,14 @@ CONNECTION_ERRORS: dict[str, tuple[Callable[[Peer], bytes], ErrorCode]] = {
     "6.2 HEADERS on stream 0": (
         lambda peer: frame(HEADERS, END_HEADERS, 0, peer.block()),
         E.PROTOCOL_ERROR,
+    ),
+    "6.2 padding longer than HEADERS": (
+        lambda peer: frame(HEADERS, END_HEADERS | PADDED, 1, b"\xff" + peer.block()),
+        E.PROTOCOL_ERROR,
+    ),
+    "6.2 HEADERS too short for their priority": (
+        lambda peer: frame(HEADERS, END_HEADERS | 0x20, 1, bytes(4)),
+        E.FRAME_SIZE_ERROR,
     ),
     "6.3 PRIORITY on stream 0": (lambda peer: frame(PRIORITY, 0, 0, bytes(5)), E.PROTOCOL_ERROR),
     "6.4 RST_STREAM of a wrong length": (
@@ -109,6 +154,18 @@ CONNECTION_ERRORS: dict[str, tuple[Callable[[Peer], bytes], ErrorCode]] = {
         lambda peer: frame(SETTINGS, 0, 0, setting(4, 2**31)),
         E.FLOW_CONTROL_ERROR,
     ),
+    "6.5.2 INITIAL_WINDOW_SIZE that makes a window too large": (
+        lambda peer: (
+            opened(peer)
+            + frame(WINDOW_UPDATE, 0, 1, increment(2**30))
+            + frame(SETTINGS, 0, 0, setting(4, 2**31 - 1))
+        ),
+        E.FLOW_CONTROL_ERROR,
+    ),
+    "6.5.2 MAX_FRAME_SIZE beyond 2^24 - 1": (
+        lambda peer: frame(SETTINGS, 0, 0, setting(5, 2**24)),
+        E.PROTOCOL_ERROR,
+    ),
     "6.5.2 MAX_FRAME_SIZE below 2^14": (
         lambda peer: frame(SETTINGS, 0, 0, setting(5, 100)),
         E.PROTOCOL_ERROR,
@@ -120,6 +177,10 @@ CONNECTION_ERRORS: dict[str, tuple[Callable[[Peer], bytes], ErrorCode]] = {
     "6.7 PING on a stream": (lambda peer: frame(PING, 0, 1, bytes(8)), E.PROTOCOL_ERROR),
     "6.7 PING of a wrong length": (lambda peer: frame(PING, 0, 0, bytes(7)), E.FRAME_SIZE_ERROR),
     "6.8 GOAWAY on a stream": (lambda peer: frame(GOAWAY, 0, 1, bytes(8)), E.PROTOCOL_ERROR),
+    "6.8 GOAWAY of a wrong length": (
+        lambda peer: frame(GOAWAY, 0, 0, bytes(7)),
+        E.FRAME_SIZE_ERROR,
+    ),
     "6.9 WINDOW_UPDATE of 0 on the connection": (
         lambda peer: frame(WINDOW_UPDATE, 0, 0, increment(0)),
         E.PROTOCOL_ERROR,
@@ -167,6 +228,50 @@ STREAM_ERRORS: dict[str, tuple[Callable[[Peer], bytes], ErrorCode]] = {
             + frame(DATA, 0, 1, b"x")
         ),
         E.STREAM_CLOSED,
+    ),
+    "5.1 HEADERS after the end": (
+        lambda peer: (
+            frame(HEADERS, END_HEADERS, 1, peer.block("/a.B/Wait"))
+            + frame(DATA, END_STREAM, 1, message(b""))
+            + frame(HEADERS, END_HEADERS | END_STREAM, 1, peer.encode({"a": "b"}))
+        ),
+        E.STREAM_CLOSED,
+    ),
+    "8.1 a pseudo-header in trailers": (
+        lambda peer: (
+            opened(peer)
+            + frame(HEADERS, END_HEADERS | END_STREAM, 1, peer.encode({":path": "/a.B/Echo"}))
+        ),
+        E.PROTOCOL_ERROR,
+    ),
+    "8.1.1 a body longer than its content-length": (
+        lambda peer: (
+            frame(HEADERS, END_HEADERS, 1, peer.block(**{"content-length": "6"}))
+            + frame(DATA, 0, 1, message(b"hi"))
+        ),
+        E.PROTOCOL_ERROR,
+    ),
+    "8.1.1 a body shorter than its content-length": (
+        lambda peer: (
+            frame(HEADERS, END_HEADERS, 1, peer.block(**{"content-length": "8"}))
+            + frame(DATA, END_STREAM, 1, message(b"hi"))
+        ),
+        E.PROTOCOL_ERROR,
+    ),
+    "8.2.1 NUL in a value": (request_with(a="1\0"), E.PROTOCOL_ERROR),
+    "8.3 a pseudo-header twice": (
+        lambda peer: frame(
+            HEADERS, END_HEADERS, 1, peer.block() + peer.encode({":path": "/a.B/Echo"})
+        ),
+        E.PROTOCOL_ERROR,
+    ),
+    "8.3 a pseudo-header after others": (request_with(**{":authority": "a"}), E.PROTOCOL_ERROR),
+    "8.3.1 an empty path": (request_with(**{":path": ""}), E.PROTOCOL_ERROR),
+    "8.5 CONNECT": (
+        lambda peer: frame(
+            HEADERS, END_HEADERS, 1, peer.encode({":method": "CONNECT", ":authority": "a:1"})
+        ),
+        E.PROTOCOL_ERROR,
     ),
     "6.3 PRIORITY of a wrong length": (
         lambda peer: opened(peer) + frame(PRIORITY, 0, 1, bytes(4)),
@@ -240,17 +345,40 @@ async def test_what_must_be_taken_is_taken(serve: Serve) -> None:
         frame(0x42, 0xFF, 0, b"unknown"),
         frame(PING, 0, 0, b"12345678"),
         frame(PRIORITY, 0, 7, priority),
+        frame(PING, 1, 0, b"an answer"[:8]),
+        frame(0x10, 0, 0, struct.pack(">I", 1) + b"u=3"),  # PRIORITY_UPDATE, RFC 9218
+        frame(WINDOW_UPDATE, 0, 2**31, increment(5)),  # of stream 0: the reserved bit is ignored
         frame(HEADERS, PADDED | 0x20, 1, b"\x02" + priority + block[:3] + bytes(2)),
         frame(CONTINUATION, 0, 1, block[3:5]),
         frame(CONTINUATION, END_HEADERS, 1, block[5:]),
         frame(DATA, PADDED, 1, b"\x03" + message(b"hello")[:4] + bytes(3)),
         frame(DATA, 0, 1, message(b"hello")[4:]),
-        frame(DATA, END_STREAM | PADDED, 1, b"\x00"),
+        frame(DATA, PADDED, 1, b"\x00"),
+        frame(
+            HEADERS,
+            END_HEADERS | END_STREAM,
+            1,
+            peer.encode({"a-trailer": "of which gRPC has none"}),
+        ),
     )
+    await peer.until(SETTINGS, flags=1)
     pong = await peer.until(PING, flags=1)
     assert pong.payload == b"12345678"
     body, trailers = await peer.answer(1)
     assert body == b"hello" and trailers["grpc-status"] == "0"
+
+
+async def test_a_peer_that_ends_what_the_server_has_ended_is_not_at_fault(serve: Serve) -> None:
+    """Its frames and the server's RST_STREAM have crossed."""
+    served = await serve(Limits(nuisances=20, nuisances_per_second=1.0))
+    peer = await served.connect()
+    for stream in range(1, 21, 2):
+        peer.send(frame(HEADERS, END_HEADERS, stream, peer.block("/a.B/Nothing")))
+        await peer.until(RST_STREAM, stream=stream)
+        peer.send(*[frame(DATA, 0, stream, bytes(16384))] * 50)
+        peer.send(frame(HEADERS, END_HEADERS | END_STREAM, stream, peer.encode({"a": "b"})))
+    peer.ask(21)
+    assert (await peer.answer(21))[0] == b"hi"
 
 
 async def test_windows_are_kept_when_settings_make_them_negative(serve: Serve) -> None:
@@ -268,6 +396,40 @@ async def test_windows_are_kept_when_settings_make_them_negative(serve: Serve) -
     while got < 1005 - 10:
         got += len((await peer.until(DATA, stream=1)).payload)
     assert got == 1005 - 10
+
+
+async def test_larger_windows_are_used_after_the_settings_that_bring_them_are_acknowledged(
+    serve: Serve,
+) -> None:
+    served = await serve()
+    peer = await served.connect(settings=setting(4, 0))
+    peer.ask(1)
+    await peer.until(HEADERS, stream=1)
+    peer.send(frame(SETTINGS, 0, 0, setting(4, 1000)))
+    while (got := await peer.read()).kind != SETTINGS or not got.flags:
+        assert got.kind != DATA
+    assert (await peer.answer(1))[0] == b"hi"
+
+
+async def test_a_handler_hears_of_room_in_a_window_that_was_used_to_the_byte(serve: Serve) -> None:
+    """As the relay sends: only while all has gone out."""
+
+    async def careful(call: ServerCall) -> None:
+        room = asyncio.Event()
+        call.on_writable(room.set)
+        for _ in range(3):
+            call.send(bytes(10))
+            while not call.writable:
+                room.clear()
+                await room.wait()
+
+    served = await serve(Careful=careful)
+    peer = await served.connect(settings=setting(4, 15))  # as long as a message
+    peer.ask(1, "/a.B/Careful")
+    for _ in range(2):
+        assert len((await peer.until(DATA, stream=1)).payload) == 15
+        peer.send(frame(WINDOW_UPDATE, 0, 1, increment(15)))
+    assert len((await peer.answer(1))[0]) == 10
 
 
 async def test_streams_share_a_small_connection_window_fairly(serve: Serve) -> None:
@@ -319,10 +481,18 @@ async def test_data_beyond_a_window_ends_its_stream(serve: Serve) -> None:
     assert (await peer.until(RST_STREAM, stream=1)).error == E.FLOW_CONTROL_ERROR
 
 
-async def test_what_is_no_grpc_is_told_so(serve: Serve) -> None:
+@pytest.mark.parametrize(
+    "headers",
+    [
+        pytest.param({":method": "GET"}, id="GET"),
+        pytest.param({":method": "POST", "content-type": "application/json"}, id="JSON"),
+        pytest.param({":method": "POST", "content-type": "application/grpc-web"}, id="grpc-web"),
+    ],
+)
+async def test_what_is_no_grpc_is_told_so(serve: Serve, headers: dict[str, str]) -> None:
     served = await serve()
     peer = await served.connect()
-    pseudo = {":method": "GET", ":scheme": "http", ":path": "/generate"}
+    pseudo = {":scheme": "http", ":path": "/a.B/Echo", **headers}
     peer.send(frame(HEADERS, END_HEADERS | END_STREAM, 1, peer.encode(pseudo)))
     headers = peer.decode((await peer.until(HEADERS, stream=1)).payload)
     assert headers[":status"] == "415"

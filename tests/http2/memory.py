@@ -1,0 +1,43 @@
+"""A transport without a network, for tests that look at every byte and every turn of the loop."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class MemoryTransport(asyncio.Transport):
+    """Keeps what is written.
+
+    Its buffer never fills by itself; tests call the protocol's `pause_writing`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.closed = False
+        self.written = bytearray()
+
+    def take(self) -> bytes:
+        """Return what has been written since the last time."""
+        taken = bytes(self.written)
+        self.written.clear()
+        return taken
+
+    def write(self, data: object) -> None:
+        assert isinstance(data, bytes)
+        self.written += data
+
+    def close(self) -> None:
+        self.closed = True
+
+    abort = write_eof = close
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None: ...
+
+
+async def turns(count: int = 3) -> None:
+    """Let the event loop go round."""
+    for _ in range(count):
+        await asyncio.sleep(0)
