@@ -19,6 +19,7 @@ from mii.router.gateway.answer import respond
 from mii.router.gateway.body import MAX_BODY_BYTES, json_response, read_object
 from mii.router.gateway.errors import error_response, http_error_response
 from mii.router.gateway.native import NativeRoutes
+from mii.router.gateway.page_routes import PageRoutes, wants_page
 from mii.router.gateway.tool_writer import CallWriter
 from mii.router.gateway.tools import format_to_read, tools_of
 from mii.router.observer import Observer
@@ -91,9 +92,10 @@ class OpenAIRoutes:
 class StateRoutes:
     """Routes that tell how the deployment is."""
 
-    def __init__(self, relay: Relay, deployment_name: str) -> None:
+    def __init__(self, relay: Relay, deployment_name: str, page: PageRoutes) -> None:
         self._relay = relay
         self._deployment_name = deployment_name
+        self._page = page
 
     async def health(self, request: web.Request) -> web.Response:
         """GET /health: 200 if a request would be answered, else 503."""
@@ -106,7 +108,9 @@ class StateRoutes:
         return json_response({"status": "ok"})
 
     async def index(self, request: web.Request) -> web.Response:
-        """GET /: what is served here."""
+        """GET /: the page, or for programs what is served here."""
+        if wants_page(request):
+            return self._page.index()
         routes = request.app.router.resources()
         return json_response(
             {
@@ -149,7 +153,8 @@ def only_known(access: Access) -> Any:
     async def let_in(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if request.path not in _OPEN_PATHS:
+        is_page = wants_page(request) or request.path.startswith("/page/")
+        if request.path not in _OPEN_PATHS and not is_page:
             headers = {name.lower(): value for name, value in request.headers.items()}
             request_record.here().client = access.check(headers).name
         return await handler(request)
@@ -180,10 +185,12 @@ def make_app(
     app.on_response_prepare.append(name_request)
     native = NativeRoutes(relay, deployment_name)
     openai = OpenAIRoutes(relay)
-    state = StateRoutes(relay, deployment_name)
+    page = PageRoutes()
+    state = StateRoutes(relay, deployment_name, page)
     app.add_routes(
         [
             web.get("/", state.index),
+            web.get("/page/{name}", page.file),
             web.get("/health", state.health),
             web.get("/live", state.live),
             web.get("/metrics", exposition.metrics),
