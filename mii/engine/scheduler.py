@@ -237,6 +237,7 @@ class Scheduler:
             sequence = request.sequence = self.state.get_or_create_sequence(request.uid)
             sequence.token_ids = [*request.prompt_ids, *request.answer_ids]
             sequence.prompt_length = len(request.prompt_ids)
+            sequence.owner = request.client
         if sequence.num_in_flight:  # preempted while a step was under way: its token comes first
             return False
         cached, keys = self.state.match_prefix(sequence)

@@ -47,6 +47,7 @@ class SequenceState:
     slot: int  # row of the runner's persistent state
     token_ids: list[int] = field(default_factory=list)  # known ids
     prompt_length: int = 0
+    owner: str = ""  # shares cached blocks with none but its own; "": with all that have no owner
     num_computed: int = 0  # tokens whose keys and values exist, or will once launched steps end
     num_in_flight: int = 0  # tokens that launched steps will sample: counted, not yet known
     num_cached: int = 0  # tokens of the prompt that the prefix cache saved
@@ -215,7 +216,8 @@ class DSStateManager:
         """Return the keys of the full blocks within [0, end) that follow the known ones.
 
         A block's key is a hash over the key of the block before it and its own ids, so it stands
-        for all tokens up to the block's end.
+        for all tokens up to the block's end. The first one's hash is over the owner, too: how soon
+        an answer comes tells nobody what others have asked.
         """
         if not self._prefix_caching:
             return []
@@ -226,7 +228,7 @@ class DSStateManager:
             end = min(end, self._static_length)
         first, size = len(known), self.block_size
         ids = np.asarray(sequence.token_ids[first * size : end // size * size], dtype="<i4")
-        previous = known[-1] if known else b""
+        previous = known[-1] if known else sequence.owner.encode()
         keys = []
         for block in ids.reshape(-1, size):
             previous = blake2b(previous + block.tobytes(), digest_size=16).digest()

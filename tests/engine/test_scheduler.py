@@ -270,6 +270,20 @@ def test_blocks_beyond_the_static_length_are_not_shared() -> None:
     assert shorter.num_cached == 8
 
 
+def test_clients_share_no_cached_prompt() -> None:
+    state = DSStateManager(64, 4, 8, 1000)
+    scheduler = Scheduler(state, 64, 8)
+    cached = []
+    for uid, client in enumerate(("", "one", "two", "one", "")):
+        request = ScheduledRequest(uid, tuple(range(12)), 1, client=client)
+        scheduler.add(request)
+        plan = scheduler.schedule()
+        assert plan is not None
+        scheduler.update(plan, StepResult(plan.step, (uid,), (0,)))
+        cached.append(request.num_cached)
+    assert cached == [0, 0, 0, 8, 8]
+
+
 def test_a_stop_id_ends_the_request() -> None:
     expected = continuation([5, 6], 20)
     stop = expected[7]
