@@ -218,7 +218,7 @@ def test_a_flood_of_one_client_does_not_hold_up_another() -> None:
 
 def test_what_the_prefix_cache_saves_is_not_held_against_a_client() -> None:
     simulation = Simulation(num_blocks=500, token_budget=20, max_sequences=1)
-    simulation.add(0, [1] * 16, 1)
+    simulation.add(0, [1] * 16, 1, client="cached")
     simulation.run()
     for uid in range(1, 11):
         simulation.add(uid, [100 + uid] * 20, 1, client="new")
