@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -52,54 +52,21 @@ from mii.registry import (
 )
 from mii.supervised_replica import CausesOfDeath, SupervisedReplica
 from mii.supervised_router import SupervisedRouter
+from mii.supervision_events import (
+    Ended,
+    Event,
+    Said,
+    Signalled,
+    StarterGone,
+    StarterSaid,
+    TimeToLook,
+)
 
 _STOP_SECONDS = 3.0  # that children have for an orderly end
 _LOOK_SECONDS = 0.5  # between two looks at what nobody sends a message about
 _LEAVE_SECONDS = 3.0  # that a child has to exit after it has closed its control channel
 
 _logger = logging.getLogger("mii.deployment")
-
-
-@dataclass(frozen=True)
-class _Said:
-    """A child sent a message."""
-
-    child: Child
-    message: Message
-
-
-@dataclass(frozen=True)
-class _Ended:
-    """A child's process has ended."""
-
-    child: Child
-
-
-@dataclass(frozen=True)
-class _StarterSaid:
-    """The process that started the deployment sent a message."""
-
-    message: Message
-
-
-@dataclass(frozen=True)
-class _StarterGone:
-    """The process that started the deployment has closed its end."""
-
-
-@dataclass(frozen=True)
-class _Signalled:
-    """SIGTERM or SIGINT."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class _TimeToLook:
-    """Nothing has happened for a while."""
-
-
-_Event = _Said | _Ended | _StarterSaid | _StarterGone | _Signalled | _TimeToLook
 
 
 class Supervisor:
@@ -117,7 +84,7 @@ class Supervisor:
         self._launcher = launcher
         self._registry = registry
         self._record = DeploymentRecord(config, ProcessIdentity.of(os.getpid()))
-        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._router = SupervisedRouter(config)
         self.replicas: list[SupervisedReplica] = []
         self._operations = Operations(self, self._router.tell)
@@ -163,36 +130,36 @@ class Supervisor:
         while not self._stopping:
             self._handle(self._next_event())
 
-    def _next_event(self) -> _Event:
+    def _next_event(self) -> Event:
         if (seconds := self._next_look - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
                 return self._events.get(timeout=seconds)
         self._next_look = time.monotonic() + _LOOK_SECONDS
-        return _TimeToLook()
+        return TimeToLook()
 
-    def _handle(self, event: _Event) -> None:
+    def _handle(self, event: Event) -> None:
         match event:
-            case _Said(child, Failed() as failed):
+            case Said(child, Failed() as failed):
                 self._last_words[child] = failed
                 _logger.error("%s: %s", child.name, failed.message)
                 self._kill(self._siblings(child))
-            case _Said(child, message) if child is self._router.child:
+            case Said(child, message) if child is self._router.child:
                 self._router_said(child, message)
-            case _Said(child, message):
+            case Said(child, message):
                 self._worker_said(child, message)
-            case _Ended(child) if child is self._router.child:
+            case Ended(child) if child is self._router.child:
                 self._router_ended(child)
-            case _Ended(child):
+            case Ended(child):
                 self._worker_ended(child)
-            case _StarterSaid(Detach()):
+            case StarterSaid(Detach()):
                 self._detached = True
-            case _StarterSaid(Stop()):
+            case StarterSaid(Stop()):
                 self._stop("the program that started it asked for its end")
-            case _StarterGone() if not self._detached:
+            case StarterGone() if not self._detached:
                 self._stop("the program that started it is gone")
-            case _Signalled(number):
+            case Signalled(number):
                 self._stop(signal.Signals(number).name)
-            case _TimeToLook():
+            case TimeToLook():
                 self._look()
 
     def _stop(self, reason: str) -> None:
@@ -436,19 +403,19 @@ class Supervisor:
         """Pass on what a child says, and then its end."""
         try:
             for message in child.channel.messages():
-                self._events.put(_Said(child, message))
+                self._events.put(Said(child, message))
         except MIIError:
             _logger.exception("%s does not speak our language", child.name)
         child.wait_for_end(_LEAVE_SECONDS)
-        self._events.put(_Ended(child))
+        self._events.put(Ended(child))
 
     def _read_starter(self) -> None:
         for message in self._starter.messages():
-            self._events.put(_StarterSaid(message))
-        self._events.put(_StarterGone())
+            self._events.put(StarterSaid(message))
+        self._events.put(StarterGone())
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._events.put(_Signalled(number))
+        self._events.put(Signalled(number))
 
     def _siblings(self, child: Child) -> list[Child]:
         return [child] if child is self._router.child else self._replica_of(child).children
