@@ -18,7 +18,7 @@ from mii.client import (
     detokenize_request,
     tokenize_request,
 )
-from mii.errors import Cancelled, Unavailable
+from mii.errors import Cancelled, Overloaded, Unavailable
 from mii.generation import (
     Messages,
     Prompts,
@@ -156,9 +156,12 @@ class AsyncMIIClient(DeploymentClient):
                     async for message in messages:
                         self.reached = True
                         patience.worked()
-                        yield attempts.take(message)
+                        attempts.take(message)
+                        yield message
                 return
-            except Unavailable as error:
+            except (Unavailable, Overloaded) as error:
+                if attempts.finished:  # only the end of the call was lost
+                    return
                 await asyncio.sleep(self.pause_after(error, patience))
 
     async def _call(
@@ -182,7 +185,7 @@ class AsyncMIIClient(DeploymentClient):
                     )
                 self.reached = True
                 return answer
-            except Unavailable as error:
+            except (Unavailable, Overloaded) as error:
                 await asyncio.sleep(self.pause_after(error, patience))
 
     @contextlib.contextmanager

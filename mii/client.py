@@ -12,7 +12,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from mii.channel import ClientSecurity
-from mii.errors import Cancelled, DeploymentError, InvalidArgument, ServiceError, Unavailable
+from mii.errors import (
+    Cancelled,
+    DeploymentError,
+    InvalidArgument,
+    Overloaded,
+    ServiceError,
+    Unavailable,
+)
 from mii.generation import (
     Messages,
     Prompts,
@@ -79,7 +86,8 @@ class DeploymentClient:
                 the deployment counts as gone when nobody listens at the address any more.
             is_gone: whether there is nothing to wait for any more; None: nobody knows.
             retry_seconds: for which a request is sent again while the deployment cannot be reached,
-                once it could; 0: never; None: a minute if it runs on this machine, else 10 s.
+                once it could; 0: never; None: a minute if it runs on this machine, else 10 s. Where
+                its queue is full, a request waits as long as it is told to, and tries twice more.
             api_key, tls_ca, tls_name, tls_certificate, tls_key: see `mii.channel.ClientSecurity`.
 
         Raises:
@@ -134,9 +142,10 @@ class DeploymentClient:
         Raises:
             Exception: the error itself, if that is of no use.
         """
-        gone = self._is_gone() if self._is_gone is not None else not self.reached
-        if self.terminated or gone:
-            raise error
+        if isinstance(error, Unavailable):
+            gone = self._is_gone() if self._is_gone is not None else not self.reached
+            if self.terminated or gone:
+                raise error
         return patience.pause_after(error)
 
     def _wait_until_closed(self) -> None:
@@ -309,9 +318,12 @@ class MIIClient(DeploymentClient):
                     for message in messages:
                         self.reached = True
                         patience.worked()
-                        yield attempts.take(message)
+                        attempts.take(message)
+                        yield message
                 return
-            except Unavailable as error:
+            except (Unavailable, Overloaded) as error:
+                if attempts.finished:  # only the end of the call was lost
+                    return
                 time.sleep(self.pause_after(error, patience))
 
     def _call(self, request: GenerateRequest, timeout: float | None) -> Generator[GenerateResponse]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mii.engine.params import check_params
 from mii.errors import InternalError, InvalidArgument
-from mii.messages import sampling_message
+from mii.messages import choices_of, sampling_message
 from mii.proto import inference_pb2
 from mii.proto.inference_pb2 import Chat, GenerateRequest, Prompt, SequenceDelta
 from mii.response import Response
@@ -103,7 +103,7 @@ class WholeAnswers:
     """Collects the answers of a call without streaming, which come in the order of their ends."""
 
     def __init__(self, request: GenerateRequest) -> None:
-        self._choices = request.sampling.n if request.sampling.HasField("n") else 1
+        self._choices = choices_of(request)
         self._responses: list[Response | None] = [None] * (len(request.prompts) * self._choices)
 
     def add(self, message: inference_pb2.GenerateResponse) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from mii.engine.params import Defaults, check_params
@@ -68,8 +68,8 @@ def check_request(request: GenerateRequest, served: str) -> None:
             f"{len(request.prompts)} prompts x {answers}",
             "n" if answers > 1 else "prompts",
         )
-    if request.resume and (len(request.prompts) != 1 or not request.sampling.HasField("seed")):
-        raise InvalidArgument("resume goes with exactly one prompt and a seed", "resume")
+    _check_seeds(request)
+    partial_answers(request)
     copied = len(request.prompts) * request.sampling.ByteSize()
     if copied > MAX_COPIED_BYTES:
         raise InvalidArgument(
@@ -79,6 +79,54 @@ def check_request(request: GenerateRequest, served: str) -> None:
         )
     for index, prompt in enumerate(request.prompts):
         check_prompt(f"prompts[{index}]", prompt)
+
+
+def _check_seeds(request: GenerateRequest) -> None:
+    if not request.seeds:
+        return
+    if len(request.seeds) != len(request.prompts) or request.sampling.HasField("seed"):
+        raise InvalidArgument(
+            f"seeds has {len(request.seeds)} entries: it must have one for each of the "
+            f"{len(request.prompts)} prompts, and stands in place of seed",
+            "seeds",
+        )
+    if min(request.seeds) < 0:
+        raise InvalidArgument.of("seeds", min(request.seeds), "from 0 to 2^63 - 1")
+
+
+def seed_of(request: GenerateRequest, prompt: int) -> int | None:
+    """Return the seed of a prompt's answers; None: the request gives none."""
+    if request.seeds:
+        return request.seeds[prompt]
+    return request.sampling.seed if request.sampling.HasField("seed") else None
+
+
+def choices_of(request: GenerateRequest) -> int:
+    """Return how many answers each prompt is to have."""
+    return request.sampling.n if request.sampling.HasField("n") else 1
+
+
+def partial_answers(request: GenerateRequest) -> dict[int, dict[int, Sequence[int]]] | None:
+    """Return the answers to go on with, by prompt and choice; None: begin all of them.
+
+    Raises:
+        InvalidArgument: if it is not clear which they are, or how they go on.
+    """
+    if not request.resume:
+        return None
+    if not request.seeds and not request.sampling.HasField("seed"):
+        raise InvalidArgument("resume goes with a seed for each prompt", "resume")
+    prompts, choices = len(request.prompts), choices_of(request)
+    partial: dict[int, dict[int, Sequence[int]]] = {}
+    for answer in request.resume:
+        of_prompt = partial.setdefault(answer.prompt_index, {})
+        known = 0 <= answer.prompt_index < prompts and 0 <= answer.choice_index < choices
+        if not known or answer.choice_index in of_prompt:
+            allowed = f"once each of {prompts} prompts x {choices} answers at most"
+            which = (answer.prompt_index, answer.choice_index)
+            raise InvalidArgument.of("resume", which, allowed)
+        of_prompt[answer.choice_index] = tuple(answer.token_ids)
+    return partial
 
 
 def check_prompt(field: str, prompt: Prompt) -> None:

@@ -1,8 +1,9 @@
 """How clients go on when the router, or the way to it, breaks off.
 
-A request that is sent again has the same id and the same seed, asks only for what has not come yet,
-and has the tokens with it that have: nothing comes twice, and nothing is generated twice that the
-client has.
+A request that is sent again has the same id and the same seeds, asks only for the answers that have
+not come to their end, and has the tokens of them with it that have come. So nothing comes twice,
+and nothing is generated twice that the client has; what it does not have is kept for it where it
+was generated (see `mii.workers.orphans`).
 """
 
 from __future__ import annotations
@@ -13,20 +14,16 @@ import time
 from dataclasses import dataclass, field
 from typing import Final
 
-from mii.errors import Unavailable
-from mii.messages import new_request_id
-from mii.proto.inference_pb2 import (
-    GenerateRequest,
-    GenerateResponse,
-    PartialAnswer,
-    SequenceDelta,
-)
+from mii.errors import Overloaded, Unavailable
+from mii.messages import choices_of, new_request_id
+from mii.proto.inference_pb2 import GenerateRequest, GenerateResponse, PartialAnswer
 
 # For a deployment that is known to run, and for one of which only the address is known.
 RETRY_SECONDS, REMOTE_RETRY_SECONDS = 60.0, 10.0
 
 _FIRST_PAUSE: Final = 0.05  # seconds; doubled each time
 _LONGEST_PAUSE: Final = 1.0
+_REFUSALS: Final = 2  # for a full queue, after which a request that is new is tried again
 
 
 @dataclass
@@ -50,9 +47,14 @@ class Patience:
         self._deadline = deadline
         self._failing_since: float | None = None
         self._pause = _FIRST_PAUSE
+        self._refusals = 0
+        self._broke_off = False  # it had been taken on, perhaps, before the connection broke
 
     def pause_after(self, error: Exception) -> float:
         """Return the seconds until the next try.
+
+        A full queue is waited for as long as the refusal says, twice; it is no reason to give up
+        what had been under way before a connection broke off.
 
         Raises:
             Exception: the error itself, if a further try is of no use.
@@ -61,8 +63,17 @@ class Patience:
         since = self._failing_since = self._failing_since or now
         pause = self._pause * random.uniform(0.5, 1.0)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        if isinstance(error, Overloaded):
+            if error.retry_after is not None:
+                pause = error.retry_after * random.uniform(1.0, 1.1)  # not all at the same time
+            self._refusals += 1
+            told_when = error.retry_after is not None and self._refusals <= _REFUSALS
+            useful = told_when or self._broke_off
+        else:
+            useful = isinstance(error, Unavailable)
+            self._broke_off = True
         late = self._deadline is not None and now + pause >= self._deadline
-        if not isinstance(error, Unavailable) or late or now + pause - since > self._seconds:
+        if not useful or late or now + pause - since > self._seconds:
             raise error
         return pause
 
@@ -81,69 +92,42 @@ class Attempts:
     """One request on its way, however often it has to be sent.
 
     Args:
-        request: of any number of prompts; gets an id, and a single prompt gets a seed.
+        request: of any number of prompts; gets an id, and seeds if it has none.
     """
 
     def __init__(self, request: GenerateRequest) -> None:
         request.request_id = request.request_id or new_request_id()
-        if len(request.prompts) == 1 and not request.sampling.HasField("seed"):
-            request.sampling.seed = secrets.randbits(63)
+        if not request.sampling.HasField("seed"):
+            request.seeds.extend(secrets.randbits(63) for _ in request.prompts)
         self._request = request
-        choices = request.sampling.n if request.sampling.HasField("n") else 1
+        choices = choices_of(request)
         self._answers = [[_Answer() for _ in range(choices)] for _ in request.prompts]
-        self._prompts = list(range(len(request.prompts)))  # those of the latest request, by place
-        self._sent = False
 
     def next_request(self) -> GenerateRequest:
-        """Return what to send: the request, and then what is left of it."""
-        if not self._sent:
-            self._sent = True
-            return self._request
-        self._prompts = [
-            index
-            for index, answers in enumerate(self._answers)
-            if not all(answer.ended for answer in answers)
-        ]
-        rest = GenerateRequest()
-        rest.CopyFrom(self._request)
-        del rest.prompts[:]
-        rest.prompts.extend(self._request.prompts[index] for index in self._prompts)
-        if len(self._prompts) == 1 and rest.sampling.HasField("seed"):
-            answers = self._answers[self._prompts[0]]
-            if any(answer.token_ids or answer.ended for answer in answers):
-                rest.resume.extend(
-                    PartialAnswer(choice_index=index, token_ids=answer.token_ids)
-                    for index, answer in enumerate(answers)
-                    if not answer.ended
-                )
-        return rest
+        """Return what to send: the request, and from the second time on what is left of it."""
+        request = self._request
+        request.attempt += 1
+        del request.resume[:]
+        if any(answer.token_ids or answer.ended for of in self._answers for answer in of):
+            request.resume.extend(
+                PartialAnswer(prompt_index=prompt, choice_index=choice, token_ids=answer.token_ids)
+                for prompt, answers in enumerate(self._answers)
+                for choice, answer in enumerate(answers)
+                if not answer.ended
+            )
+        return request
 
-    def take(self, message: GenerateResponse) -> GenerateResponse:
-        """Note what has come; return it as if the request had been sent once."""
-        if len(self._prompts) == len(self._answers) and not any(
-            self._answers[self._prompts[delta.prompt_index]][delta.choice_index].ended
-            for delta in message.deltas
-        ):
-            for delta in message.deltas:
-                self._note(delta)
-            return message
-        news = GenerateResponse()
+    def take(self, message: GenerateResponse) -> None:
+        """Note what has come."""
         for delta in message.deltas:
-            delta.prompt_index = self._prompts[delta.prompt_index]
-            if not self._answers[delta.prompt_index][delta.choice_index].ended:
-                self._note(delta)
-                news.deltas.append(delta)
-        return news
+            answer = self._answers[delta.prompt_index][delta.choice_index]
+            answer.token_ids.extend(delta.token_ids)
+            answer.ended = bool(delta.finish_reason)
 
     @property
     def finished(self) -> bool:
         """Whether all answers have come to their end."""
         return all(answer.ended for answers in self._answers for answer in answers)
-
-    def _note(self, delta: SequenceDelta) -> None:
-        answer = self._answers[delta.prompt_index][delta.choice_index]
-        answer.token_ids.extend(delta.token_ids)
-        answer.ended = bool(delta.finish_reason)
 
 
 def deadline_of(timeout: float | None) -> float | None:

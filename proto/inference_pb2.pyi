@@ -57,6 +57,8 @@ class GenerateRequest(_message.Message):
     DEFAULTS_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     CLIENT_FIELD_NUMBER: _builtins.int
+    SEEDS_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """For logs and for idempotent retries; drawn by the server when empty."""
     model: _builtins.str
@@ -71,6 +73,11 @@ class GenerateRequest(_message.Message):
     router sets it, to the name that belongs to the API key; what a client writes here is dropped.
     "": of no client in particular.
     """
+    attempt: _builtins.int
+    """1, 2, ...: how often the client has sent this request, which it does again, under the same id,
+    when its connection breaks off: what is not streamed is then kept for it for a while.
+    0: it does not.
+    """
     @_builtins.property
     def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prompt]: ...
     @_builtins.property
@@ -78,9 +85,15 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def resume(self) -> _containers.RepeatedCompositeFieldContainer[Global___PartialAnswer]:
         """Answers that a server has begun and that this one is to go on with: only these are generated,
-        and their deltas tell what comes after `token_ids`. Takes one prompt, with its seed given. The
-        router sends it when it moves a request away from a replica that is gone, with no ids where
-        none has come yet.
+        and their deltas tell what comes after `token_ids`. Seeds must be given. A client sends it when
+        it asks again for what its connection broke off with, and the router when it moves a request
+        away from a replica that is gone; with no ids where none has come yet.
+        """
+
+    @_builtins.property
+    def seeds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """In place of sampling.seed: one for each prompt. Of a client that may have to send the request
+        again, and wants the same answers then.
         """
 
     def __init__(
@@ -94,10 +107,12 @@ class GenerateRequest(_message.Message):
         defaults: Global___Defaults.ValueType = ...,
         resume: _abc.Iterable[Global___PartialAnswer] | None = ...,
         client: _builtins.str = ...,
+        seeds: _abc.Iterable[_builtins.int] | None = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "defaults", b"defaults", "model", b"model", "prompts", b"prompts", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "client", b"client", "defaults", b"defaults", "model", b"model", "prompts", b"prompts", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "seeds", b"seeds", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -111,7 +126,9 @@ class PartialAnswer(_message.Message):
 
     CHOICE_INDEX_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PROMPT_INDEX_FIELD_NUMBER: _builtins.int
     choice_index: _builtins.int
+    prompt_index: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -119,10 +136,11 @@ class PartialAnswer(_message.Message):
         *,
         choice_index: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        prompt_index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "prompt_index", b"prompt_index", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

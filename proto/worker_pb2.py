@@ -24,17 +24,21 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16mii/proto/worker.proto\x12\x06mii.v1\"\x0f\n\rStatusRequest\"\xf8\x02\n\x0eStatusResponse\x12\x0f\n\x07replica\x18\x01 \x01(\x05\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x17\n\x0ftensor_parallel\x18\x03 \x01(\x05\x12\x12\n\nprocess_id\x18\x04 \x01(\x03\x12\r\n\x05steps\x18\x05 \x01(\x03\x12\x18\n\x10running_requests\x18\x06 \x01(\x03\x12\x18\n\x10waiting_requests\x18\x07 \x01(\x03\x12\x14\n\x0ctotal_blocks\x18\x08 \x01(\x03\x12\x13\n\x0b\x66ree_blocks\x18\t \x01(\x03\x12\x12\n\nblock_size\x18\n \x01(\x03\x12\x15\n\rprompt_tokens\x18\x0b \x01(\x03\x12\x18\n\x10generated_tokens\x18\x0c \x01(\x03\x12\x1f\n\x17prefix_cache_hit_tokens\x18\r \x01(\x03\x12\x13\n\x0bpreemptions\x18\x0e \x01(\x03\x12\x16\n\x0eresident_bytes\x18\x0f \x01(\x03\x12\x19\n\x11last_step_seconds\x18\x10 \x01(\x01\x32\x41\n\x06Worker\x12\x37\n\x06Status\x12\x15.mii.v1.StatusRequest\x1a\x16.mii.v1.StatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16mii/proto/worker.proto\x12\x06mii.v1\"%\n\x0eHoldingRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"&\n\x0fHoldingResponse\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x0f\n\rStatusRequest\"\xf8\x02\n\x0eStatusResponse\x12\x0f\n\x07replica\x18\x01 \x01(\x05\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x17\n\x0ftensor_parallel\x18\x03 \x01(\x05\x12\x12\n\nprocess_id\x18\x04 \x01(\x03\x12\r\n\x05steps\x18\x05 \x01(\x03\x12\x18\n\x10running_requests\x18\x06 \x01(\x03\x12\x18\n\x10waiting_requests\x18\x07 \x01(\x03\x12\x14\n\x0ctotal_blocks\x18\x08 \x01(\x03\x12\x13\n\x0b\x66ree_blocks\x18\t \x01(\x03\x12\x12\n\nblock_size\x18\n \x01(\x03\x12\x15\n\rprompt_tokens\x18\x0b \x01(\x03\x12\x18\n\x10generated_tokens\x18\x0c \x01(\x03\x12\x1f\n\x17prefix_cache_hit_tokens\x18\r \x01(\x03\x12\x13\n\x0bpreemptions\x18\x0e \x01(\x03\x12\x16\n\x0eresident_bytes\x18\x0f \x01(\x03\x12\x19\n\x11last_step_seconds\x18\x10 \x01(\x01\x32}\n\x06Worker\x12\x37\n\x06Status\x12\x15.mii.v1.StatusRequest\x1a\x16.mii.v1.StatusResponse\x12:\n\x07Holding\x12\x16.mii.v1.HoldingRequest\x1a\x17.mii.v1.HoldingResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'mii.proto.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STATUSREQUEST']._serialized_start=34
-  _globals['_STATUSREQUEST']._serialized_end=49
-  _globals['_STATUSRESPONSE']._serialized_start=52
-  _globals['_STATUSRESPONSE']._serialized_end=428
-  _globals['_WORKER']._serialized_start=430
-  _globals['_WORKER']._serialized_end=495
+  _globals['_HOLDINGREQUEST']._serialized_start=34
+  _globals['_HOLDINGREQUEST']._serialized_end=71
+  _globals['_HOLDINGRESPONSE']._serialized_start=73
+  _globals['_HOLDINGRESPONSE']._serialized_end=111
+  _globals['_STATUSREQUEST']._serialized_start=113
+  _globals['_STATUSREQUEST']._serialized_end=128
+  _globals['_STATUSRESPONSE']._serialized_start=131
+  _globals['_STATUSRESPONSE']._serialized_end=507
+  _globals['_WORKER']._serialized_start=509
+  _globals['_WORKER']._serialized_end=634
 # @@protoc_insertion_point(module_scope)

@@ -39,6 +39,11 @@ class WorkerStub:
                 request_serializer=mii_dot_proto_dot_worker__pb2.StatusRequest.SerializeToString,
                 response_deserializer=mii_dot_proto_dot_worker__pb2.StatusResponse.FromString,
                 _registered_method=True)
+        self.Holding = channel.unary_unary(
+                '/mii.v1.Worker/Holding',
+                request_serializer=mii_dot_proto_dot_worker__pb2.HoldingRequest.SerializeToString,
+                response_deserializer=mii_dot_proto_dot_worker__pb2.HoldingResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -50,6 +55,14 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Holding(self, request, context):
+        """Which of some requests this worker holds for clients whose router is gone: they are answered
+        without being computed again, if they are sent here. Rank 0 only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -57,6 +70,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=mii_dot_proto_dot_worker__pb2.StatusRequest.FromString,
                     response_serializer=mii_dot_proto_dot_worker__pb2.StatusResponse.SerializeToString,
+            ),
+            'Holding': grpc.unary_unary_rpc_method_handler(
+                    servicer.Holding,
+                    request_deserializer=mii_dot_proto_dot_worker__pb2.HoldingRequest.FromString,
+                    response_serializer=mii_dot_proto_dot_worker__pb2.HoldingResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -86,6 +104,33 @@ class Worker:
             '/mii.v1.Worker/Status',
             mii_dot_proto_dot_worker__pb2.StatusRequest.SerializeToString,
             mii_dot_proto_dot_worker__pb2.StatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Holding(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mii.v1.Worker/Holding',
+            mii_dot_proto_dot_worker__pb2.HoldingRequest.SerializeToString,
+            mii_dot_proto_dot_worker__pb2.HoldingResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -32,11 +32,19 @@ class WorkerStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkerAsyncStub: ...
     Status: _grpc.UnaryUnaryMultiCallable[_worker_pb2.StatusRequest, _worker_pb2.StatusResponse]
+    Holding: _grpc.UnaryUnaryMultiCallable[_worker_pb2.HoldingRequest, _worker_pb2.HoldingResponse]
+    """Which of some requests this worker holds for clients whose router is gone: they are answered
+    without being computed again, if they are sent here. Rank 0 only.
+    """
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Status: _aio.UnaryUnaryMultiCallable[_worker_pb2.StatusRequest, _worker_pb2.StatusResponse]  # type: ignore[assignment]
+    Holding: _aio.UnaryUnaryMultiCallable[_worker_pb2.HoldingRequest, _worker_pb2.HoldingResponse]  # type: ignore[assignment]
+    """Which of some requests this worker holds for clients whose router is gone: they are answered
+    without being computed again, if they are sent here. Rank 0 only.
+    """
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -45,5 +53,15 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.StatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.StatusResponse, _abc.Awaitable[_worker_pb2.StatusResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Holding(
+        self,
+        request: _worker_pb2.HoldingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.HoldingResponse, _abc.Awaitable[_worker_pb2.HoldingResponse]]:
+        """Which of some requests this worker holds for clients whose router is gone: they are answered
+        without being computed again, if they are sent here. Rank 0 only.
+        """
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

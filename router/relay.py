@@ -17,7 +17,7 @@ from functools import partial
 from typing import Final, Protocol, TypeVar
 
 from mii.errors import InternalError, SlowReader, Unavailable
-from mii.messages import check_model, check_request, new_request_id
+from mii.messages import check_model, check_request, choices_of, new_request_id
 from mii.proto.inference_pb2 import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -31,9 +31,9 @@ from mii.router import request_record
 from mii.router.balancer import Choice
 from mii.router.limits import MAX_PROMPTS_IN_FLIGHT, RequestLimit
 from mii.router.replicas import Answering, Replica, Replicas
-from mii.router.request_record import PromptRecord
+from mii.router.request_record import PromptRecord, RequestRecord
 from mii.router.requests import split
-from mii.router.submission import Submission, choices_of
+from mii.router.submission import Submission, begun_answers
 from mii.router.transport import WorkerTransport
 
 # Messages that wait for the client are merged up to this: well below the 4 MiB that clients accept
@@ -243,22 +243,13 @@ class Relay:
         record.identify(request.request_id or new_request_id())
         check_request(request, self.model_name)
         deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
-        choices = request.sampling.n if request.sampling.HasField("n") else 1
         singles = split(request, record.request_id, record.client)
-        submissions = [
-            Submission(
-                single,
-                index,
-                choices_of(single),
-                PromptRecord(record, choices, request.stream),
-            )
-            for index, single in enumerate(singles)
-        ]
+        submissions = [_submission(single, index, record) for index, single in singles.items()]
         tokens = sum(each.remaining_tokens() for each in submissions)
         with self._limit.admit(tokens, record.client) as admitted:
             progressed = partial(self._limit.progress, admitted)
             record.begin(len(submissions))
-            answers = choices * len(submissions)
+            answers = choices_of(request) * len(submissions)
             generation = Generation(
                 submissions,
                 lambda submission, to: self._deliver(submission, to, deadline, progressed),
@@ -361,3 +352,10 @@ class Relay:
 
         request = submission.next_request()
         await replica.transport.generate(request, timeout, accepted, received)
+
+
+def _submission(single: GenerateRequest, index: int, record: RequestRecord) -> Submission:
+    answers = begun_answers(single)
+    awaited = sum(not answer.finish_reason for answer in answers)
+    seen = PromptRecord(record, len(answers), awaited, single.stream)
+    return Submission(single, index, answers, seen)

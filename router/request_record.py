@@ -103,16 +103,17 @@ class PromptRecord:
     Args:
         record: of the request.
         choices: answers to the prompt.
+        awaited: how many of them are still to come.
         streamed: every token's arrival is seen; else the worker's times are all that is known.
     """
 
     __slots__ = ("_came", "_prompt_known", "_record", "_streamed", "_unfinished")
 
-    def __init__(self, record: RequestRecord, choices: int, streamed: bool) -> None:
+    def __init__(self, record: RequestRecord, choices: int, awaited: int, streamed: bool) -> None:
         self._record = record
         self._streamed = streamed
         self._came = [0.0] * choices  # when each answer's last token came; time.monotonic()
-        self._unfinished = choices
+        self._unfinished = awaited
         self._prompt_known = False
 
     def tokens(self, choice: int, count: int) -> None:

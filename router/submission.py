@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
-from mii.errors import InternalError, InvalidArgument, Leaving, Unavailable
+from mii.errors import InternalError, Leaving, Unavailable
+from mii.messages import choices_of, partial_answers
 from mii.proto.inference_pb2 import GenerateRequest, GenerateResponse, PartialAnswer, SequenceDelta
 from mii.router.request_record import PromptRecord
 
@@ -17,23 +18,15 @@ _USUAL_ANSWER: Final = 256  # tokens, where a request does not limit its answer
 _CHARACTERS_PER_TOKEN: Final = 4.0
 
 
-def choices_of(request: GenerateRequest) -> list[ChoiceState]:
-    """Return the states of a prompt's answers before anything has come of them.
-
-    Raises:
-        InvalidArgument: if it is not clear what the client wants to go on with.
-    """
-    sampling = request.sampling
-    count = sampling.n if sampling.HasField("n") else 1
-    if not request.resume:
-        return [ChoiceState() for _ in range(count)]
-    begun = {answer.choice_index: list(answer.token_ids) for answer in request.resume}
-    if len(begun) < len(request.resume) or not all(0 <= index < count for index in begun):
-        allowed = f"at most one entry for each of the answers 0 to {count - 1}"
-        raise InvalidArgument(f"resume must have {allowed}", "resume")
+def begun_answers(request: GenerateRequest) -> list[ChoiceState]:
+    """Return the states of a prompt's answers as its client has them."""
+    partial = partial_answers(request)
+    if partial is None:
+        return [ChoiceState() for _ in range(choices_of(request))]
+    begun = partial[0]
     return [
-        ChoiceState(begun[index]) if index in begun else ChoiceState(finish_reason="before")
-        for index in range(count)
+        ChoiceState(list(begun[index])) if index in begun else ChoiceState(finish_reason="before")
+        for index in range(choices_of(request))
     ]
 
 

@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mii.errors import InvalidArgument, Unavailable
+from mii.errors import InvalidArgument, MIIError, Overloaded, Unavailable
+from mii.messages import check_request, partial_answers, seed_of
 from mii.proto.inference_pb2 import (
     GenerateRequest,
     GenerateResponse,
+    PartialAnswer,
     Prompt,
     SamplingParams,
     SequenceDelta,
@@ -27,22 +29,24 @@ def request_of(prompts: int, choices: int, *, stream: bool = True) -> GenerateRe
     )
 
 
-def answer_to(prompt: str, choice: int) -> list[int]:
-    """What the server generates: a function of prompt and choice."""
-    seed = sum(map(ord, prompt)) + 7 * choice
-    return [(seed * (index + 3)) % 97 for index in range(1 + seed % 6)]
+def answer_to(prompt: str, choice: int, seed: int) -> list[int]:
+    """What the server generates: a function of prompt, choice and seed."""
+    base = sum(map(ord, prompt)) + 7 * choice + seed % 1000
+    return [(base * (index + 3)) % 97 for index in range(1 + base % 6)]
 
 
 def served(request: GenerateRequest) -> list[GenerateResponse]:
-    """What a server sends, message by message; it knows `resume` as ours does."""
-    resumed = {answer.choice_index: list(answer.token_ids) for answer in request.resume}
-    assert not resumed or (len(request.prompts) == 1 and request.sampling.HasField("seed"))
+    """What a server sends, message by message."""
+    check_request(request, "model")
+    partial = partial_answers(request)
     messages = []
     for index, prompt in enumerate(request.prompts):
-        for choice in resumed or range(request.sampling.n):
-            ids = answer_to(prompt.text, choice)
-            have = resumed.get(choice, [])
-            assert ids[: len(have)] == have and len(have) < len(ids)
+        seed = seed_of(request, index)
+        assert seed is not None
+        everything: dict[int, tuple[int, ...]] = {c: () for c in range(request.sampling.n)}
+        for choice, have in (everything if partial is None else partial.get(index, {})).items():
+            ids = answer_to(prompt.text, choice, seed)
+            assert ids[: len(have)] == list(have) and len(have) < len(ids)
             new = ids[len(have) :]
             parts = [[each] for each in new] if request.stream else [new]
             for number, part in enumerate(parts):
@@ -59,55 +63,93 @@ def served(request: GenerateRequest) -> list[GenerateResponse]:
     st.integers(1, 3),
     st.booleans(),
     st.lists(st.integers(0, 12), max_size=6),
+    st.sampled_from([None, 5]),
 )
 def test_however_often_it_breaks_off_each_token_comes_once(
-    prompts: int, choices: int, stream: bool, breaks: list[int]
+    prompts: int, choices: int, stream: bool, breaks: list[int], seed: int | None
 ) -> None:
-    if prompts > 1:
-        stream = False  # as the clients do
     request = request_of(prompts, choices, stream=stream)
+    if seed is not None:
+        request.sampling.seed = seed
     attempts = Attempts(request)
     got: dict[tuple[int, int], list[int]] = {}
-    ids = set()
-    seeds = set()
+    ids, seeds, numbers = set(), set(), []
     for after in [*breaks, 10**6]:
         sent = attempts.next_request()
         ids.add(sent.request_id)
-        if prompts == 1:
-            seeds.add(sent.sampling.seed)
+        seeds.add(tuple(seed_of(sent, index) for index in range(prompts)))
+        numbers.append(sent.attempt)
         for message in served(sent)[:after]:
-            for delta in attempts.take(message).deltas:
+            attempts.take(message)
+            for delta in message.deltas:
                 got.setdefault((delta.prompt_index, delta.choice_index), []).extend(delta.token_ids)
         if attempts.finished:
             break
-    assert attempts.finished and len(ids) == 1 and len(seeds) <= 1
+    assert attempts.finished and len(ids) == 1 and len(seeds) == 1
+    assert numbers == list(range(1, len(numbers) + 1))
     assert got == {
-        (index, choice): answer_to(f"prompt {index}", choice)
+        (index, choice): answer_to(f"prompt {index}", choice, seed_of(request, index) or 0)
         for index in range(prompts)
         for choice in range(choices)
     }
 
 
 def test_a_stream_that_goes_on_asks_only_for_what_is_missing() -> None:
-    attempts = Attempts(request_of(1, 1))
+    request = request_of(1, 1)
+    request.sampling.seed = 5
+    attempts = Attempts(request)
     first = served(attempts.next_request())
     attempts.take(first[0])
     (answer,) = attempts.next_request().resume
-    assert list(answer.token_ids) == answer_to("prompt 0", 0)[:1]
+    assert list(answer.token_ids) == answer_to("prompt 0", 0, 5)[:1]
 
 
 def test_prompts_without_a_seed_are_not_given_one_for_all() -> None:
-    assert Attempts(request_of(1, 1)).next_request().sampling.HasField("seed")
-    assert not Attempts(request_of(2, 1)).next_request().sampling.HasField("seed")
+    request = Attempts(request_of(3, 1)).next_request()
+    assert len(set(request.seeds)) == 3 and not request.sampling.HasField("seed")
+
+
+def resuming(*answers: tuple[int, int], seed: int | None = 1) -> GenerateRequest:
+    request = request_of(2, 2)
+    if seed is not None:
+        request.sampling.seed = seed
+    request.resume.extend(PartialAnswer(prompt_index=p, choice_index=c) for p, c in answers)
+    return request
+
+
+def seeded(*seeds: int) -> GenerateRequest:
+    request = request_of(2, 1)
+    request.seeds.extend(seeds)
+    return request
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (resuming((2, 0)), "resume"),
+        (resuming((0, 2)), "resume"),
+        (resuming((-1, 0)), "resume"),
+        (resuming((0, 1), (1, 0), (0, 1)), "resume"),
+        (resuming((0, 1), seed=None), "resume"),
+        (seeded(1), "seeds"),
+        (seeded(1, -1), "seeds"),
+        (seeded(1, 2, 3), "seeds"),
+    ],
+)
+def test_what_cannot_be_gone_on_with_is_refused_by_name(
+    request_: GenerateRequest, field: str
+) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        check_request(request_, "model")
+    assert caught.value.field == field and field in str(caught.value)
 
 
 def test_patience_ends_with_the_deadline_or_its_own_end() -> None:
     error = Unavailable("gone")
     assert 0 < Patience(5.0, None).pause_after(error) <= 0.05
-    with pytest.raises(Unavailable):
-        Patience(0.0, None).pause_after(error)
-    with pytest.raises(Unavailable):
-        Patience(5.0, time.monotonic() + 0.001).pause_after(error)
+    for patience in (Patience(0.0, None), Patience(5.0, time.monotonic() + 0.001)):
+        with pytest.raises(Unavailable):
+            patience.pause_after(error)
     with pytest.raises(InvalidArgument):
         Patience(5.0, None).pause_after(InvalidArgument("no"))
     patience = Patience(1.0, None)
@@ -115,3 +157,23 @@ def test_patience_ends_with_the_deadline_or_its_own_end() -> None:
     assert pauses[-1] > pauses[0]
     patience.worked()
     assert patience.pause_after(error) <= 0.05
+
+
+def pauses_of(patience: Patience, *errors: MIIError) -> list[float]:
+    return [patience.pause_after(error) for error in errors]
+
+
+def test_a_full_queue_is_waited_for_as_it_says_and_not_for_ever() -> None:
+    full = Overloaded("full", 3.0)
+    patience = Patience(30.0, None)
+    assert all(3.0 <= pause <= 3.3 for pause in pauses_of(patience, full, full))
+    with pytest.raises(Overloaded):
+        patience.pause_after(full)
+    for hopeless in (Overloaded("full"), Overloaded("full", 31.0)):
+        with pytest.raises(Overloaded):
+            Patience(30.0, None).pause_after(hopeless)
+
+
+def test_a_full_queue_is_no_reason_to_give_up_what_was_under_way() -> None:
+    full = Overloaded("full")
+    assert len(pauses_of(Patience(30.0, None), Unavailable("gone"), full, full, full, full)) == 5

@@ -29,7 +29,9 @@ from mii.messages import (
     defaults_of,
     json_field,
     new_request_id,
+    partial_answers,
     sampling_values,
+    seed_of,
 )
 from mii.proto.inference_pb2 import (
     Chat,
@@ -166,19 +168,22 @@ class Servicer:
         """
         check_request(request, self._model.id)
         params = check_params(sampling_values(request.sampling), "SamplingParams")
-        resumed = _resumed(request)
-        return [
-            _Sequence(index, sequence)
-            for index, prompt in enumerate(request.prompts)
-            for sequence in self._prompts.prepare(
+        partial = partial_answers(request)
+        sequences = []
+        for index, prompt in enumerate(request.prompts):
+            if partial is not None and index not in partial:
+                continue
+            seed = seed_of(request, index)
+            prepared = self._prompts.prepare(
                 engine_prompt(prompt),
-                params,
+                params if seed is None else {**params, "seed": seed},
                 request_id=request_id,
                 defaults=defaults_of(request.defaults),
-                resumed=resumed,
+                resumed=None if partial is None else partial[index],
                 client=request.client,
             )
-        ]
+            sequences += [_Sequence(index, sequence) for sequence in prepared]
+        return sequences
 
     def _decode(self, ids: Sequence[int], keep_special_tokens: bool) -> str:
         count, limit = len(ids), self._model.max_length
@@ -231,20 +236,6 @@ class Servicer:
 def _is_lack_of_memory(error: BaseException) -> bool:
     """Whether an error says that the system gives no more memory; a thread needs some, too."""
     return isinstance(error, MemoryError) or "start new thread" in str(error)
-
-
-def _resumed(request: GenerateRequest) -> dict[int, Sequence[int]] | None:
-    """Return the answers to go on with, by choice; None: begin all of them.
-
-    Raises:
-        InvalidArgument: if it is not clear how they go on.
-    """
-    if not request.resume:
-        return None
-    resumed = {answer.choice_index: answer.token_ids for answer in request.resume}
-    if len(resumed) != len(request.resume):
-        raise InvalidArgument("resume names a choice twice", "resume")
-    return {choice: tuple(ids) for choice, ids in resumed.items()}
 
 
 def engine_prompt(prompt: Prompt) -> EnginePrompt:

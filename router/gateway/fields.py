@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from mii.engine.params import ALIASES, PARAMETER_NAMES, check_params
 from mii.errors import InvalidArgument
-from mii.messages import sampling_message
+from mii.messages import choices_of, sampling_message
 from mii.proto.inference_pb2 import (
     DEFAULTS_MODEL,
     GenerateRequest,
@@ -80,7 +80,7 @@ def understand(
     words = sorted(name for name in ignored if name.isidentifier() and name.isascii())
     return Asked(
         request=request,
-        choices=sampling.n if sampling.HasField("n") else 1,
+        choices=choices_of(request),
         include_usage=_include_usage(body, stream),
         ignored=tuple(name[:40] for name in words[:20]),
     )
