@@ -68,7 +68,7 @@ class Peer:
         self.send(PREFACE, frame(SETTINGS, 0, 0, settings))
 
     async def drain(self) -> None:
-        await asyncio.wait_for(self._writer.drain(), 0.1)
+        await asyncio.wait_for(self._writer.drain(), SECONDS)
 
     def encode(self, headers: Mapping[str, str]) -> bytes:
         return self._encoder.encode(list(headers.items()), huffman=False)
@@ -121,6 +121,12 @@ class Peer:
                 data += got.payload
             assert got.kind not in (GOAWAY, RST_STREAM), got
 
+    async def pong(self) -> None:
+        """Return when the server has seen all that was sent."""
+        self.send(frame(PING, 0, 0, b"are you?"))
+        while (await self.until(PING, flags=1)).payload != b"are you?":
+            pass
+
     async def ended(self) -> None:
         """Return when the server has closed the connection."""
         async with asyncio.timeout(SECONDS):
@@ -141,6 +147,7 @@ class Served:
     server: Server
     port: int
     noted: list[Any] = field(default_factory=list)
+    buffer_bytes: int = 0  # of the system, for what the server sends; 0: as many as it likes
     peers: list[Peer] = field(default_factory=list)
 
     @property
@@ -149,7 +156,12 @@ class Served:
 
     async def connect(self, settings: bytes | None = b"") -> Peer:
         """Return a peer, which has begun unless `settings` is None."""
-        peer = Peer(*await asyncio.open_connection("127.0.0.1", self.port))
+        raw = socket.socket()
+        if self.buffer_bytes:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self.buffer_bytes)
+        raw.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(raw, ("127.0.0.1", self.port))
+        peer = Peer(*await asyncio.open_connection(sock=raw))
         self.peers.append(peer)
         if settings is not None:
             peer.begin(settings)
@@ -192,6 +204,7 @@ async def serve() -> AsyncIterator[Serve]:
         tls: ssl.SSLContext | None = None,
         protocol: Callable[[Server], Callable[[], asyncio.Protocol]] | None = None,
         max_held_bytes: int = 2**29,
+        buffer_bytes: int = 0,
         **handlers: Handler,
     ) -> Served:
         noted: list[Any] = []
@@ -203,8 +216,10 @@ async def serve() -> AsyncIterator[Serve]:
             max_held_bytes=max_held_bytes,
         )
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        if buffer_bytes:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
         await server.listen(listener, tls, protocol and protocol(server))
-        started.append(Served(server, listener.getsockname()[1], noted))
+        started.append(Served(server, listener.getsockname()[1], noted, buffer_bytes))
         return started[-1]
 
     yield start

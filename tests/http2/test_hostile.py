@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import struct
 from collections.abc import Callable
 
 import pytest
+from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 
 from mii.http2.frames import ErrorCode
 from mii.http2.limits import Limits
+from mii.http2.server_call import ServerCall
+from mii.rpc.reflection import reflection_handlers
 from tests.http2.conftest import (
     CONTINUATION,
     DATA,
@@ -20,6 +24,7 @@ from tests.http2.conftest import (
     PING,
     PRIORITY,
     RST_STREAM,
+    SECONDS,
     SETTINGS,
     WINDOW_UPDATE,
     Peer,
@@ -77,7 +82,7 @@ async def test_a_flood_ends_its_connection(serve: Serve, flood: str) -> None:
 
 
 async def test_a_client_that_cancels_now_and_then_is_no_flood(serve: Serve) -> None:
-    served = await serve(Limits(nuisances=10, nuisances_per_second=1e6))
+    served = await serve(Limits(nuisances=50, nuisances_per_second=1e6))
     peer = await served.connect()
     for stream in range(1, 201, 2):
         peer.send(frame(HEADERS, END_HEADERS, stream, peer.block()))
@@ -109,7 +114,7 @@ async def test_headers_beyond_the_limit_end_the_connection_but_not_its_calls(
     served = await serve()
     peer = await served.connect()
     peer.send(frame(HEADERS, END_HEADERS, 1, peer.block()))
-    peer.send(attack(peer))
+    peer.send(attack(peer), frame(DATA, END_STREAM, 3, message(b"which nobody looks at")))
     goaway = await peer.until(GOAWAY)
     assert goaway.error == CALM and int.from_bytes(goaway.payload[:4], "big") == 1
     peer.send(frame(DATA, END_STREAM, 1, message(b"hi")))
@@ -190,7 +195,8 @@ async def test_a_peer_that_is_gone_without_a_word_is_found(serve: Serve) -> None
 
 
 async def test_a_peer_that_never_reads_is_cut_off_before_much_waits_for_it(serve: Serve) -> None:
-    served = await serve(Limits(max_unsent_control_bytes=2**14, nuisances=10**9))
+    limits = Limits(max_unsent_control_bytes=2**14, nuisances=10**9)
+    served = await serve(limits, buffer_bytes=2**14)
     peer = await served.connect()
     try:
         async with asyncio.timeout(10):
@@ -202,6 +208,110 @@ async def test_a_peer_that_never_reads_is_cut_off_before_much_waits_for_it(serve
         pass
     assert not served.server.connections
     await served.still_serves()
+
+
+async def test_answers_to_a_peer_that_never_reads_are_bounded(serve: Serve) -> None:
+    """Each request is in order, and each answer is short: what counts is that nobody takes them."""
+    limits = Limits(max_streams=4000, max_unsent_control_bytes=2**14)
+    served = await serve(limits, buffer_bytes=2**14)
+    peer = await served.connect()
+    await peer.pong()
+    (connection,) = served.server.connections
+    block, stream = peer.block("/a.B/Nothing"), 1
+    try:
+        async with asyncio.timeout(SECONDS):
+            while connection in served.server.connections:
+                for _ in range(500):
+                    peer.send(frame(HEADERS, END_HEADERS | END_STREAM, stream, block))
+                    stream += 2
+                await asyncio.sleep(0)
+                await peer.drain()
+    except ConnectionError:
+        pass  # the server has cut it off
+    assert connection not in served.server.connections
+    assert stream < 2 * 20_000
+    await served.until_idle()
+    await served.still_serves()
+
+
+async def test_questions_whose_answers_are_not_read_are_left_unread(serve: Serve) -> None:
+    """An answer of reflection is many times as long as its question."""
+    names = ["mii.v1.Inference"]
+    reflect = reflection_handlers(names)[
+        "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
+    ]
+    served = await serve(Reflect=reflect)
+    peer = await served.connect(settings=struct.pack(">HI", 4, 0))
+    question = message(ServerReflectionRequest(file_containing_symbol=names[0]).SerializeToString())
+    peer.send(frame(HEADERS, END_HEADERS, 1, peer.block("/a.B/Reflect")))
+    for _ in range(15):
+        peer.send(frame(DATA, 0, 1, question * 300))
+    await peer.pong()
+    (connection,) = served.server.connections
+    assert connection.streams[1].unsent_bytes < 2**16
+    assert served.server.held_bytes <= 15 * 300 * (len(question) + 64)
+    peer.send(frame(WINDOW_UPDATE, 0, 1, struct.pack(">I", 2**30)))
+    peer.send(frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", 2**30)))
+    peer.send(frame(DATA, END_STREAM, 1))
+    trailers = await peer.until(HEADERS, stream=1, flags=END_STREAM)
+    assert trailers.payload
+    assert served.server.held_bytes == 0
+
+
+async def test_messages_that_the_handler_does_not_take_are_bounded_all_together(
+    serve: Serve,
+) -> None:
+    async def deaf(call: ServerCall) -> None:
+        await asyncio.Event().wait()
+
+    served = await serve(Deaf=deaf, max_held_bytes=100_000)
+    peer = await served.connect()
+    bomb = gzip.compress(bytes(2**20))
+    packed = b"\x01" + len(bomb).to_bytes(4, "big") + bomb
+    for stream, data in ((1, message(b"") * 2000), (3, packed)):
+        block = peer.block("/a.B/Deaf", **{"grpc-encoding": "gzip"})
+        peer.send(frame(HEADERS, END_HEADERS, stream, block), frame(DATA, 0, stream, data))
+        trailers = peer.decode((await peer.until(HEADERS, stream=stream)).payload)
+        assert trailers["grpc-status"] == "8"
+        assert served.server.held_bytes == 0
+    await served.still_serves()
+
+
+async def test_streams_that_are_opened_and_left_are_reset_in_time(serve: Serve) -> None:
+    served = await serve(Limits(request_seconds=1.0, housekeeping_seconds=0.05))
+    peer = await served.connect()
+    for stream in range(1, 2 * 4096, 2):
+        peer.send(frame(HEADERS, END_HEADERS, stream, peer.block("/a.B/Converse")))
+    async with asyncio.timeout(SECONDS):
+        while served.server.calls_under_way < 1000:
+            await asyncio.sleep(0.001)
+    await served.still_serves()
+    for _ in range(4096):
+        assert (await peer.until(RST_STREAM)).error == ErrorCode.CANCEL
+    await served.until_idle()
+    (connection,) = served.server.connections
+    assert not connection.streams
+    peer.ask(2 * 4096 + 1)
+    assert (await peer.answer(2 * 4096 + 1))[0] == b"hi"
+
+
+async def test_a_server_stops_in_time_whatever_its_clients_do(serve: Serve) -> None:
+    served = await serve()
+    silent = await served.connect(settings=None)
+    stuck = await served.connect(settings=struct.pack(">HI", 4, 0))
+    stuck.ask(1, body=bytes(10**5))
+    await stuck.until(HEADERS, stream=1)
+    begun = await served.connect()
+    begun.ask(1, "/a.B/Wait")
+    await begun.until(HEADERS, stream=1)
+    async with asyncio.timeout(2.0):
+        await served.server.stop(0.1)
+    assert not served.server.connections and not served.server.calls_under_way
+    trailers = begun.decode((await begun.until(HEADERS, stream=1)).payload)
+    assert trailers["grpc-status"] == "14"
+    assert (await begun.until(GOAWAY)).payload[:4] == (1).to_bytes(4, "big")
+    for peer in (silent, stuck, begun):
+        await peer.ended()
 
 
 async def test_many_idle_connections_and_streams_hold_up_nobody(serve: Serve) -> None:
