@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import ssl
-import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from mii.proto.inference_pb2_grpc import InferenceStub
 from mii.proto.modelresponse_pb2_grpc import ModelResponseStub
 from mii.registry import DeploymentRecord, Registry
 from mii.status import error_of_call
+from tests.certificates import certificate
 
 USER, ADMIN = "user-key-12345", "admin-key-12345"
 
@@ -168,21 +168,6 @@ def test_keys_are_in_no_file_and_in_no_process_list(guarded: DeploymentRecord, c
         for name in ("cmdline", "environ"):
             shown = Path(f"/proc/{process}/{name}").read_bytes().decode(errors="replace")
             assert USER not in shown and guarded.config.token not in shown
-
-
-def certificate(folder: Path, name: str, *, days: int = 2) -> tuple[str, str]:
-    """Make a certificate for localhost that is its own authority; return its file and its key's."""
-    key, request, cert = (str(folder / f"{name}.{kind}") for kind in ("key", "csr", "pem"))
-    names = folder / f"{name}.names"
-    names.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1")
-    kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
-    for command in (
-        ["req", "-new", *kind, "-keyout", key, "-out", request, "-subj", "/CN=localhost"],
-        ["x509", "-req", "-in", request, "-signkey", key, "-days", str(days), "-out", cert]
-        + ["-extfile", str(names)],
-    ):
-        subprocess.run(["openssl", *command], check=True, capture_output=True)
-    return cert, key
 
 
 def test_both_ports_speak_tls(cache: Path, tiny_model: Path, tmp_path: Path) -> None:
