@@ -77,6 +77,18 @@ examples:
 """
 
 
+_BENCH = """\
+Put load on a server and measure what its users would feel: time to the first token, time between
+tokens, throughput, and how many requests were served well. The server is any with the OpenAI API, or
+a deployment over gRPC. Keys come from $MII_API_KEY or $OPENAI_API_KEY.
+
+examples:
+  mii bench smollm2 --clients 8 --requests 64 --input 128 --output 64
+  mii bench http://localhost:8000 --model my-model --rate 4 --input sharegpt --output sharegpt
+  mii bench http://localhost:28080 --rate 2 --sla-ttft 1 --json run.json --png run.png
+"""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return the exit status: 0, 1 after a failure, 2 after wrong arguments."""
     parsed = make_parser().parse_args(arguments)
@@ -175,7 +187,33 @@ def make_parser() -> argparse.ArgumentParser:
     plan.usage = "mii plan MODEL [options]"
     plan.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
     _add_options(plan)
+    _add_bench(commands)
     return parser
+
+
+def _add_bench(commands: Any) -> None:
+    bench = _command(
+        commands, "bench", "mii.cli_bench:bench", "put load on a server and measure it", _BENCH
+    )
+    add = bench.add_argument
+    add("target", metavar="TARGET", help="http(s)://host:port, or a deployment: name or host:port")
+    add("--clients", "-c", type=int, metavar="N", help="a closed loop of N clients (16)")
+    add("--rate", "-r", type=float, metavar="X", help="an open loop: X requests per second")
+    add("--burstiness", type=float, default=1.0, metavar="X", help="1: Poisson; below: bursts (1)")
+    add("--requests", "-n", type=int, default=100, metavar="N", help="requests in all (100)")
+    add("--input", default="512", metavar="N", help="tokens of a prompt, or sharegpt (512)")
+    add("--output", default="128", metavar="N", help="tokens of an answer, or sharegpt (128)")
+    add("--spread", type=float, default=0.0, metavar="X", help="of both lengths, 0.3: by 30 %% (0)")
+    add("--shared", type=int, default=0, metavar="N", help="tokens that all prompts begin with (0)")
+    add("--warmup", type=int, default=1, metavar="N", help="requests before, not counted (1)")
+    add("--seed", type=int, default=0, metavar="N", help="of all that is drawn (0)")
+    add("--model", default="default", metavar="NAME", help="the model's name, over HTTP (default)")
+    add("--chat", action="store_true", help="over HTTP, ask by /v1/chat/completions")
+    add("--sla-ttft", type=float, metavar="S", help="good requests: first token within S seconds")
+    add("--sla-itl", type=float, metavar="S", help="good requests: S seconds between tokens")
+    add("--sla-e2e", type=float, metavar="S", help="good requests: whole within S seconds")
+    add("--json", metavar="FILE", help="write the figures there")
+    add("--png", metavar="FILE", help="draw the latencies there (needs matplotlib)")
 
 
 class _Parser(argparse.ArgumentParser):

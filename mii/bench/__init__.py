@@ -1,0 +1,1 @@
+"""`mii bench`: load on a server, and what its users would feel."""
