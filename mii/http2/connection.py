@@ -36,6 +36,7 @@ from mii.http2.stream import Loss, Stream
 
 _DATA: Final = int(FrameType.DATA)
 _NO_TABLE: Final = b"\x20"  # HPACK: the dynamic table has no room from here on
+_BYTES_PER_TURN: Final = 2**15  # that are read of a connection, before others have their turn
 _SMALL_BYTES: Final = 1024  # of DATA that nobody wants: more of it costs its sender more than us
 
 _logger = logging.getLogger(__name__)
@@ -98,6 +99,22 @@ class Connection(Sender):
     # Reading.
 
     def data_received(self, data: bytes) -> None:
+        # uvloop hands over 250 KB at a time, and more as long as there is more, before anything
+        # else has its turn: what all those frames send would wait for seconds.
+        if len(data) > _BYTES_PER_TURN and self._transport is not None:
+            self._transport.pause_reading()
+            self._read_on(self._transport, data)
+        else:
+            self._read(data)
+
+    def _read_on(self, transport: asyncio.Transport, data: bytes) -> None:
+        self._read(data[:_BYTES_PER_TURN])
+        if len(data) > _BYTES_PER_TURN and self._transport is not None:
+            self.loop.call_soon(self._read_on, transport, data[_BYTES_PER_TURN:])
+        elif not transport.is_closing():
+            transport.resume_reading()
+
+    def _read(self, data: bytes) -> None:
         if self._transport is None:
             return
         self.time = self.loop.time()

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import struct
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
@@ -343,3 +344,21 @@ async def test_messages_that_never_become_whole_are_bounded_all_together(serve: 
     peer.send(frame(RST_STREAM, 0, 1, bytes(4)))
     await served.until_idle()
     await served.still_serves()
+
+
+async def test_a_flood_of_small_frames_leaves_others_their_turn(serve: Serve) -> None:
+    async def hold(call: ServerCall) -> None:
+        await asyncio.Event().wait()
+
+    served = await serve(Hold=hold)
+    peer = await served.connect()
+    data = frame(DATA, 0, 1, message(b"x"))
+    count = 70_000
+    peer.send(frame(HEADERS, END_HEADERS, 1, peer.block("/a.B/Hold")), data * count)
+    held = [0]  # at each turn of the loop
+    async with asyncio.timeout(SECONDS):
+        while held[-1] < 65 * count:  # a byte each, and what it takes to keep it
+            await asyncio.sleep(0)
+            held.append(served.server.held_bytes)
+    most = max(after - before for before, after in pairwise(held))
+    assert most < held[-1] / 10
