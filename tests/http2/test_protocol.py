@@ -447,7 +447,8 @@ async def test_streams_share_a_small_connection_window_fairly(serve: Serve) -> N
         for _ in range(4):
             data = await peer.until(DATA)
             received[data.stream] += len(data.payload)
-    assert min(received.values()) >= max(received.values()) - 65536 - 16384, received
+    # The first one may have had a window to itself, and a frame more than its share since.
+    assert min(received.values()) >= max(received.values()) - 65536 - 2 * 16384, received
 
 
 async def test_a_handler_that_reads_nothing_is_sent_no_more_than_a_window(serve: Serve) -> None:
