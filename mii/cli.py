@@ -79,8 +79,8 @@ examples:
 
 _BENCH = """\
 Put load on a server and measure what its users would feel: time to the first token, time between
-tokens, throughput, and how many requests were served well. The server is any with the OpenAI API, or
-a deployment over gRPC. Keys come from $MII_API_KEY or $OPENAI_API_KEY.
+tokens, throughput, and how many requests were served well. The server is any with the OpenAI API,
+or a deployment over gRPC. Keys come from $MII_API_KEY or $OPENAI_API_KEY.
 
 examples:
   mii bench smollm2 --clients 8 --requests 64 --input 128 --output 64

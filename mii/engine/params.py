@@ -7,23 +7,28 @@ answer into the context. What the engine sees afterwards is valid.
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
-from numbers import Integral, Real
 from typing import Any
 
+from mii.engine.param_checks import (
+    MAX_INT,
+    Boolean,
+    Choices,
+    Integer,
+    LogitBias,
+    Number,
+    ParameterCheck,
+    SchemaText,
+    Source,
+    StopStrings,
+    TokenIds,
+)
 from mii.errors import ContextLengthExceeded, InvalidArgument, UnknownArgument, shorten
 
-MAX_STOP_STRINGS = 64
-MAX_STOP_LENGTH = 1024  # characters
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
-MAX_LOGIT_BIASES = 4096
-MAX_GUIDED_CHOICES = 4096
-_MAX_INT = 2**31 - 1
 
 
 class Defaults(Enum):
@@ -91,151 +96,34 @@ ALIASES = {
 }
 
 
-def _as_integer(value: object) -> int | None:
-    """Read an integer of Python's or numpy's; a truth value is none."""
-    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
-
-
-def _integer(name: str, value: object, low: int, high: int, note: str = "") -> int:
-    number = _as_integer(value)
-    if number is None or not low <= number <= high:
-        raise InvalidArgument.of(name, value, f"an integer from {low} to {high}{note}")
-    return number
-
-
-def _number(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
-    allowed = f"a number {'above' if above else 'from'} {low:g} {'up ' if above else ''}to {high:g}"
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise InvalidArgument.of(name, value, allowed)
-    try:
-        number = float(value)
-    except OverflowError:
-        raise InvalidArgument.of(name, value, allowed) from None
-    if not math.isfinite(number) or not low <= number <= high or (above and number == low):
-        raise InvalidArgument.of(name, value, allowed)
-    return number
-
-
-def _boolean(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise InvalidArgument.of(name, value, "true or false")
-    return value
-
-
-def _stop(name: str, value: object) -> tuple[str, ...]:
-    items = [value] if isinstance(value, str) else value
-    allowed = (
-        f"a string or up to {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_LENGTH} characters each"
-    )
-    if not isinstance(items, list | tuple) or len(items) > MAX_STOP_STRINGS:
-        raise InvalidArgument.of(name, value, allowed)
-    for item in items:
-        if not isinstance(item, str) or not 1 <= len(item) <= MAX_STOP_LENGTH:
-            raise InvalidArgument.of(name, item, allowed)
-        try:
-            item.encode()
-        except UnicodeEncodeError:
-            raise InvalidArgument.of(name, item, "Unicode without lone surrogates") from None
-    return tuple(dict.fromkeys(items))
-
-
-def _token_ids(name: str, value: object) -> tuple[int, ...]:
-    allowed = f"up to {MAX_STOP_STRINGS} token ids"
-    if not isinstance(value, list | tuple) or len(value) > MAX_STOP_STRINGS:
-        raise InvalidArgument.of(name, value, allowed)
-    return tuple(dict.fromkeys(_integer(name, item, 0, _MAX_INT) for item in value))
-
-
-def _logit_bias(name: str, value: object) -> tuple[tuple[int, float], ...]:
-    allowed = f"a map of up to {MAX_LOGIT_BIASES} token ids to numbers from -100 to 100"
-    if not isinstance(value, Mapping) or len(value) > MAX_LOGIT_BIASES:
-        raise InvalidArgument.of(name, value, allowed)
-    biases: dict[int, float] = {}
-    for key, bias in value.items():
-        token = _token_of_key(key)
-        if token is None:
-            raise InvalidArgument(
-                f"{name} has the key {shorten(key)}: keys must be token ids of the model's "
-                f"vocabulary, as integers or decimal strings",
-                name,
-            )
-        try:
-            biases[token] = _number(name, bias, -100, 100)
-        except InvalidArgument:
-            raise InvalidArgument(
-                f"{name} of token {token} is {shorten(bias)}: it must be a number from -100 to 100",
-                name,
-            ) from None
-    return tuple(sorted(biases.items()))
-
-
-def _token_of_key(key: object) -> int | None:
-    """Read a token id that may be a string, as in JSON, where every key is one."""
-    if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10:
-        key = int(key)
-    token = _as_integer(key)
-    return token if token is not None and 0 <= token <= _MAX_INT else None
-
-
-def _schema(name: str, value: object) -> str:
-    """Return a JSON schema as text."""
-    if isinstance(value, Mapping | bool):
-        try:
-            return json.dumps(value, separators=(",", ":"))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidArgument(f"{name} is no JSON schema: {error}", name) from None
-    if isinstance(value, str):
-        try:
-            json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise InvalidArgument(f"{name} is not JSON: {error}", name) from None
-        return value
-    raise InvalidArgument.of(name, value, "a JSON schema: an object, or a string with its JSON")
-
-
-def _source(name: str, value: object) -> str:
-    if not isinstance(value, str) or not value:
-        raise InvalidArgument.of(name, value, "a string that is not empty")
-    return value
-
-
-def _choice(name: str, value: object) -> tuple[str, ...]:
-    allowed = f"a list of 1 to {MAX_GUIDED_CHOICES} different strings, none of them empty"
-    if not isinstance(value, list | tuple) or not 1 <= len(value) <= MAX_GUIDED_CHOICES:
-        raise InvalidArgument.of(name, value, allowed)
-    for item in value:
-        if not isinstance(item, str) or not item:
-            raise InvalidArgument.of(name, item, allowed)
-    return tuple(dict.fromkeys(value))
-
-
-_CHECKS: dict[str, Callable[[str, object], Any]] = {
-    "max_new_tokens": lambda name, value: _integer(name, value, 1, _MAX_INT),
-    "max_length": lambda name, value: _integer(name, value, 1, _MAX_INT),
-    "min_new_tokens": lambda name, value: _integer(name, value, 0, _MAX_INT),
-    "do_sample": _boolean,
-    "temperature": lambda name, value: _number(name, value, 0, 100),
-    "top_k": lambda name, value: _integer(name, value, -1, _MAX_INT, " (0 or -1: off)"),
-    "top_p": lambda name, value: _number(name, value, 0, 1),
-    "min_p": lambda name, value: _number(name, value, 0, 1),
-    "repetition_penalty": lambda name, value: _number(name, value, 0, 100, above=True),
-    "presence_penalty": lambda name, value: _number(name, value, -2, 2),
-    "frequency_penalty": lambda name, value: _number(name, value, -2, 2),
-    "logit_bias": _logit_bias,
-    "seed": lambda name, value: _integer(name, value, 0, 2**63 - 1),
-    "n": lambda name, value: _integer(name, value, 1, MAX_CHOICES),
-    "stop": _stop,
-    "stop_token_ids": _token_ids,
-    "ignore_eos": _boolean,
-    "logprobs": lambda name, value: _integer(name, value, 0, MAX_LOGPROBS),
-    "return_full_text": _boolean,
-    "guided_json": _schema,
-    "guided_regex": _source,
-    "guided_grammar": _source,
-    "guided_choice": _choice,
+_CHECKS: dict[str, ParameterCheck] = {
+    "max_new_tokens": Integer(1, MAX_INT),
+    "max_length": Integer(1, MAX_INT),
+    "min_new_tokens": Integer(0, MAX_INT),
+    "do_sample": Boolean(),
+    "temperature": Number(0, 100),
+    "top_k": Integer(-1, MAX_INT, " (0 or -1: off)"),
+    "top_p": Number(0, 1),
+    "min_p": Number(0, 1),
+    "repetition_penalty": Number(0, 100, above=True),
+    "presence_penalty": Number(-2, 2),
+    "frequency_penalty": Number(-2, 2),
+    "logit_bias": LogitBias(),
+    "seed": Integer(0, 2**63 - 1),
+    "n": Integer(1, MAX_CHOICES),
+    "stop": StopStrings(),
+    "stop_token_ids": TokenIds(),
+    "ignore_eos": Boolean(),
+    "logprobs": Integer(0, MAX_LOGPROBS),
+    "return_full_text": Boolean(),
+    "guided_json": SchemaText(),
+    "guided_regex": Source(),
+    "guided_grammar": Source(),
+    "guided_choice": Choices(),
 }
 
 PARAMETER_NAMES = tuple(_CHECKS)
+PARAMETER_SCHEMAS = {name: check.json_schema for name, check in _CHECKS.items()}
 
 
 def check_params(values: Mapping[str, object], where: str = "generate()") -> dict[str, Any]:
@@ -259,7 +147,7 @@ def check_params(values: Mapping[str, object], where: str = "generate()") -> dic
             raise InvalidArgument(
                 f"{spelling[name]} and {given} are the same parameter: give one of them", given
             )
-        checked[name] = _CHECKS[name](given, value)
+        checked[name] = _CHECKS[name].check(given, value)
         spelling[name] = given
     guides = [given for name, given in spelling.items() if name.startswith("guided_")]
     if len(guides) > 1:
@@ -287,7 +175,7 @@ def model_defaults(generation_config: Mapping[str, object]) -> dict[str, Any]:
         value = generation_config.get(name)
         if value is not None:
             try:
-                defaults[name] = _CHECKS[name](name, value)
+                defaults[name] = _CHECKS[name].check(name, value)
             except InvalidArgument:
                 continue
     return defaults
