@@ -19,6 +19,7 @@ from mii.router.gateway.answer import respond
 from mii.router.gateway.body import MAX_BODY_BYTES, json_response, read_object
 from mii.router.gateway.errors import error_response, http_error_response
 from mii.router.gateway.native import NativeRoutes
+from mii.router.gateway.openapi import openapi
 from mii.router.gateway.page_routes import PageRoutes, wants_page
 from mii.router.gateway.tool_writer import CallWriter
 from mii.router.gateway.tools import format_to_read, tools_of
@@ -96,6 +97,10 @@ class StateRoutes:
         self._relay = relay
         self._deployment_name = deployment_name
         self._page = page
+
+    async def description(self, request: web.Request) -> web.Response:
+        """GET /openapi.json"""
+        return json_response(openapi(self._deployment_name, self._relay.model_name))
 
     async def health(self, request: web.Request) -> web.Response:
         """GET /health: 200 if a request would be answered, else 503."""
@@ -191,6 +196,7 @@ def make_app(
         [
             web.get("/", state.index),
             web.get("/page/{name}", page.file),
+            web.get("/openapi.json", state.description),
             web.get("/health", state.health),
             web.get("/live", state.live),
             web.get("/metrics", exposition.metrics),

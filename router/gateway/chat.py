@@ -25,7 +25,7 @@ _FIELDS: Final = frozenset(
         "chat_template_kwargs",
     )
 )
-_ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
+ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def asked_of(body: Mapping[str, Any], tools: Tools | None, tool_format: str) -> Asked:
@@ -84,8 +84,8 @@ def _message(field: str, message: object) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise InvalidArgument.of(field, message, "an object with role and content")
     role = message.get("role")
-    if role not in _ROLES:
-        raise InvalidArgument.of(f"{field}.role", role, f"one of {', '.join(_ROLES)}")
+    if role not in ROLES:
+        raise InvalidArgument.of(f"{field}.role", role, f"one of {', '.join(ROLES)}")
     content = message.get("content")
     if content is None and role != "assistant":
         raise InvalidArgument(f"{field}.content is missing", f"{field}.content")
