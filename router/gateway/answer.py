@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any, Protocol
 
 from aiohttp import web
@@ -77,16 +78,18 @@ class Answer:
 
     async def whole(self, generation: Generation) -> dict[str, Any]:
         """Return the one object of an answer that is not streamed."""
-        choices: dict[int, dict[str, Any]] = {}
+        deltas: list[SequenceDelta] = []
         async for message in generation:
             for delta in message.deltas:
-                index = self._index(delta)
-                choices[index] = self._shape.whole(index, delta)
                 self._usage.add(delta)
+                deltas.append(delta)
+        deltas.sort(key=self._index)
+        if self._asked.returned is not None:
+            deltas = _best(deltas, self._asked.returned)
         return {
             **self._head,
             "object": self._shape.whole_object,
-            "choices": [choices[index] for index in sorted(choices)],
+            "choices": [self._shape.whole(index, delta) for index, delta in enumerate(deltas)],
             "usage": self._usage.object(),
         }
 
@@ -115,6 +118,19 @@ class Answer:
         usage = {"usage": None} if self._asked.include_usage else {}
         head = {**self._head, "object": self._shape.chunk_object, **usage}
         return [{**head, "choices": [choice]} for choice in choices]
+
+
+def _best(deltas: Sequence[SequenceDelta], count: int) -> list[SequenceDelta]:
+    """Return so many answers to each prompt: the most probable ones by token, best first."""
+
+    def goodness(delta: SequenceDelta) -> float:
+        logprobs = [token.sampled.logprob for token in delta.logprobs]
+        return sum(logprobs) / max(1, len(logprobs))
+
+    best = []
+    for _, answers in groupby(deltas, key=lambda delta: delta.prompt_index):
+        best += sorted(answers, key=goodness, reverse=True)[:count]
+    return best
 
 
 async def respond(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
-from mii.engine.params import MAX_LOGPROBS
+from mii.engine.param_checks import Integer
+from mii.engine.params import MAX_CHOICES, MAX_LOGPROBS
 from mii.errors import InvalidArgument
 from mii.messages import MAX_SEQUENCES
 from mii.proto.inference_pb2 import Prompt, SequenceDelta, TokenIds
@@ -27,15 +29,26 @@ def asked_of(body: Mapping[str, Any]) -> Asked:
     logprobs = _logprobs(body)
     if echo and logprobs is not None:
         raise InvalidArgument("logprobs together with echo is not supported here", "logprobs")
-    best_of = body.get("best_of")
-    if best_of is not None and best_of != (body.get("n") or 1):
-        raise InvalidArgument(
-            "best_of is not supported here: leave it out, or ask for n", "best_of"
-        )
     own: dict[str, object] = {"max_tokens": _DEFAULT_MAX_TOKENS, "logprobs": logprobs}
     if echo:
         own["return_full_text"] = True
-    return understand(body, prompts_of(body.get("prompt"), "prompt"), _FIELDS, own)
+    asked = understand(body, prompts_of(body.get("prompt"), "prompt"), _FIELDS, own)
+    return _with_best_of(asked, body.get("best_of"))
+
+
+def _with_best_of(asked: Asked, best_of: object) -> Asked:
+    """Have more answers generated than are returned: those with the best mean log-probability."""
+    if best_of is None or best_of == asked.choices:
+        return asked
+    number = Integer(asked.choices, MAX_CHOICES, " (and not below n)").check("best_of", best_of)
+    if asked.request.stream:
+        raise InvalidArgument("best_of beyond n cannot be streamed: which is best?", "best_of")
+    sampling = asked.request.sampling
+    sampling.n = number
+    if not sampling.HasField("logprobs"):
+        sampling.logprobs = 0
+        asked = replace(asked, hides_logprobs=True)
+    return replace(asked, choices=number, returned=asked.choices)
 
 
 def prompts_of(value: object, field: str) -> list[Prompt]:
@@ -93,7 +106,8 @@ class CompletionShape:
     chunk_object = "text_completion"
 
     def __init__(self, asked: Asked) -> None:
-        self._with_logprobs = asked.request.sampling.HasField("logprobs")
+        shown = not asked.hides_logprobs
+        self._with_logprobs = shown and asked.request.sampling.HasField("logprobs")
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
     def opening(self, index: int) -> list[dict[str, Any]]:

@@ -40,6 +40,8 @@ class Asked:
     choices: int  # answers to each prompt
     include_usage: bool  # at the end of a stream
     ignored: tuple[str, ...]  # fields that nothing here reads
+    returned: int | None = None  # of the answers to each prompt, the best; None: all of them
+    hides_logprobs: bool = False  # they are only there to tell the best answers
 
     @property
     def headers(self) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from mii.engine.params import ALIASES, MAX_LOGPROBS, PARAMETER_SCHEMAS
+from mii.engine.params import ALIASES, MAX_CHOICES, MAX_LOGPROBS, PARAMETER_SCHEMAS
 from mii.messages import MAX_SEQUENCES
 from mii.router.gateway.chat import ROLES
 from mii.router.gateway.tools import MAX_TOOLS
@@ -134,6 +134,7 @@ def _completions() -> Schema:
             **_shared(),
             "prompt": _prompts(),
             "echo": _or_null(_FLAG),
+            "best_of": _or_null({"type": "integer", "minimum": 1, "maximum": MAX_CHOICES}),
             "logprobs": _or_null(_count(MAX_LOGPROBS)),
         },
     }

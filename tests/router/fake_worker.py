@@ -181,6 +181,8 @@ class FakeWorker(InferenceServicer):
             delta = SequenceDelta(choice_index=choice, text=text, token_ids=[index])
             if sampling.HasField("logprobs"):
                 delta.logprobs.append(_logprobs(index, text, sampling.logprobs))
+                if "<worse-first>" in words:  # the later a choice, the more probable
+                    delta.logprobs[0].sampled.logprob = -1.0 / (choice + 1) if choice < 2 else -2.0
             if index == len(answer) - 1 and "<truncate>" not in words:
                 delta.finish_reason = "length" if len(answer) < len(words) else "stop"
                 delta.usage.CopyFrom(

@@ -256,6 +256,22 @@ def test_what_is_not_built_is_refused_by_name(
     assert requests_of(workers) == 0
 
 
+def test_the_best_of_several_answers_are_returned(
+    router: RouterProcess, workers: list[FakeWorker]
+) -> None:
+    # The fake worker's words have a log-probability of -0.5 each, but for a choice's own word.
+    with openai.OpenAI(base_url=f"{router.url}/v1", api_key="none") as client:
+        answer = client.completions.create(
+            model=MODEL, prompt=["<worse-first> b", "c d"], best_of=3, n=2, max_tokens=5
+        )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert answer.choices[0].text.startswith("<worse-first>/1")
+    assert all(choice.logprobs is None for choice in answer.choices)
+    assert answer.usage is not None and answer.usage.completion_tokens == 2 * 3 * 2
+    requests = [request for worker in workers for request in worker.requests]
+    assert {request.sampling.n for request in requests} == {3}
+
+
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 

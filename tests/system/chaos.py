@@ -39,6 +39,13 @@ from mii.registry import ProcessRecord, Registry
 
 HUNG_SECONDS = 120.0  # within which every answer must come, replicas dying or not
 
+AS_JSON = {
+    "response_format": {
+        "type": "json_schema",
+        "json_schema": {"name": "list", "schema": {"type": "array", "items": {"type": "integer"}}},
+    }
+}
+
 Answer = list[tuple[str, tuple[int, ...], str]]  # text, token ids, why it ended; one for each
 
 
@@ -113,6 +120,7 @@ def questions_for(client: MIIClient, url: str, count: int, longest: int) -> list
             ("logprobs", lambda p=one, k=seeded: _over_grpc(client, [p], logprobs=2, **k)),
             ("HTTP", lambda b=http: _over_http(url, b)),
             ("HTTP stream", lambda b=http: _over_http(url, {**b, "stream": True})),
+            ("HTTP schema", lambda b=http: _over_http(url, {**b, "stream": True, **AS_JSON})),
         ]
         name, ask = kinds[number % len(kinds)]
         questions.append(Question(name, ask, plain=name.startswith("HTTP")))
