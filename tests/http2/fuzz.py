@@ -1,8 +1,8 @@
-"""Throws broken conversations at a server for a time: no crash, no hang, no growth.
+"""Throws broken conversations at a server and at a client: no crash, no hang, no growth.
 
     python -m tests.http2.fuzz [--seconds 600] [--seed 0]
 
-A conversation is a sequence of frames such as clients send, most of them right, cut into portions
+A conversation is a sequence of frames such as clients, or servers, send, most of them right, cut into portions
 at random and then damaged: bits flipped, pieces doubled, dropped or moved. It goes straight into a
 connection's `data_received`, without a network. Exits with 1 at the first fault; names its seed.
 """
@@ -14,6 +14,7 @@ import asyncio
 import logging
 import random
 import resource
+import signal
 import struct
 import sys
 import time
@@ -21,6 +22,7 @@ from typing import Any
 
 import hpack
 
+from mii.http2.client import ClientCall, _ClientConnection
 from mii.http2.limits import Limits
 from mii.http2.server import Server
 from tests.http2.conftest import (
@@ -42,33 +44,16 @@ from tests.http2.conftest import (
     message,
     standard_handlers,
 )
+from tests.http2.memory import MemoryTransport, deliver
 
+_LONGEST_SECONDS = 20  # of a conversation: the signal ends the process
 _LONGEST_PORTION_SECONDS = 0.5  # on a busy machine; a portion takes microseconds
 
 
-class Wire:
-    """A transport without a network."""
-
-    def __init__(self) -> None:
-        self.closed = False
-        self.written = 0
-
-    def write(self, data: bytes) -> None:
-        self.written += len(data)
-
-    def close(self) -> None:
-        self.closed = True
-
-    abort = write_eof = close
-
-    def can_write_eof(self) -> bool:
-        return True
-
-    def set_write_buffer_limits(self, high: int) -> None: ...
-
-
 class Conversation:
-    """One conversation, which follows from its seed."""
+    """What a client says to a server, which follows from a seed."""
+
+    opening = PREFACE + frame(SETTINGS, 0, 0)
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -83,7 +68,7 @@ class Conversation:
     def portions(self) -> list[bytes]:
         """Return its bytes, damaged or not, in portions."""
         rng = self._rng
-        data = bytearray(PREFACE + frame(SETTINGS, 0, 0))
+        data = bytearray(self.opening)
         for _ in range(rng.randint(1, 40)):
             data += self._frame()
         for _ in range(rng.choice([0, 0, 0, 1, 3, 20])):
@@ -144,9 +129,10 @@ class Conversation:
 
     def _damage(self, data: bytearray) -> None:
         rng = self._rng
-        if len(data) == len(PREFACE):
+        safe = len(self.opening) - 9  # SETTINGS may be damaged, too
+        if len(data) == safe:
             return
-        at = rng.randrange(len(PREFACE), len(data))
+        at = rng.randrange(safe, len(data))
         end = min(len(data), at + rng.randrange(1, 40))
         match rng.randrange(4):
             case 0:
@@ -157,6 +143,54 @@ class Conversation:
                 data[at:at] = data[at:end]
             case _:
                 data[at:end] = rng.randbytes(end - at)
+
+
+class Answers(Conversation):
+    """What a server says to a client that has asked it some questions."""
+
+    opening = frame(SETTINGS, 0, 0)
+    questions = 8
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self._next_stream = 2 * self.questions + 1
+
+    def run(self) -> None:
+        asyncio.run(_run_answers(self.portions(), self.questions))
+
+    def _request(self) -> bytes:
+        rng = self._rng
+        stream = rng.randrange(1, self._next_stream, 2)
+        head = [(":status", rng.choice(["200", "200", "200", "100", "404", "x"]))]
+        head += [("content-type", "application/grpc"), ("a", "b" * rng.choice([0, 5, 5000]))]
+        tail = [("grpc-status", rng.choice(["0", "0", "13", "x"])), ("grpc-message", "%zz%e4")]
+        parts = [
+            frame(HEADERS, END_HEADERS, stream, self._encoder.encode(head)),
+            frame(DATA, 0, stream, message(rng.randbytes(rng.choice([0, 30, 3000])))),
+            frame(HEADERS, END_HEADERS | END_STREAM, stream, self._encoder.encode(tail)),
+        ]
+        return b"".join(part for part in parts if rng.random() < 0.9)
+
+
+async def _run_answers(portions: list[bytes], questions: int) -> None:
+    faults: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+    connection, wire = _ClientConnection(Limits(), lambda connection: None), MemoryTransport()
+    connection.connection_made(wire)
+    calls = [ClientCall(1000, lambda body: None) for _ in range(questions)]
+    for call in calls:
+        stream = connection.open(call)
+        stream.send_headers(b"\x83")
+        stream.send(message(b"x" * 20_000))
+        stream.end()
+        call.begin(stream, None)
+    for portion in portions:
+        await deliver(portion, connection, wire)
+    connection.connection_lost(None)
+    ends = asyncio.gather(*(call.wait() for call in calls), return_exceptions=True)
+    await asyncio.wait_for(ends, 1.0)
+    assert not faults, faults
+    assert not connection.streams
 
 
 def run_bytes(data: bytes) -> None:
@@ -173,11 +207,11 @@ async def _run_portions(portions: list[bytes], rng: random.Random) -> None:
     faults: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
     server = Server(standard_handlers([]), limits=Limits(), fault_of=fault_of)
-    connection, wire = server.protocol(), Wire()
-    connection.connection_made(wire)  # type: ignore[arg-type]
+    connection, wire = server.protocol(), MemoryTransport()
+    connection.connection_made(wire)
     for portion in portions:
         began = time.perf_counter()
-        connection.data_received(portion)
+        await deliver(portion, connection, wire)
         took = time.perf_counter() - began
         assert took < _LONGEST_PORTION_SECONDS, f"{len(portion)} bytes took {took:.2f} s"
         if rng.random() < 0.3:
@@ -206,8 +240,9 @@ def main() -> None:
     until = time.monotonic() + options.seconds
     seed, settled = options.seed, 0
     while time.monotonic() < until:
+        signal.alarm(_LONGEST_SECONDS)
         try:
-            Conversation(seed).run()
+            (Conversation if seed % 2 else Answers)(seed).run()
         except BaseException:
             print(f"seed {seed}")
             raise

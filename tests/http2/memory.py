@@ -14,6 +14,7 @@ class MemoryTransport(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.closed = False
+        self.paused = False
         self.written = bytearray()
 
     def take(self) -> bytes:
@@ -31,6 +32,15 @@ class MemoryTransport(asyncio.Transport):
 
     abort = write_eof = close
 
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def pause_reading(self) -> None:
+        self.paused = True
+
+    def resume_reading(self) -> None:
+        self.paused = False
+
     def can_write_eof(self) -> bool:
         return True
 
@@ -40,4 +50,11 @@ class MemoryTransport(asyncio.Transport):
 async def turns(count: int = 3) -> None:
     """Let the event loop go round."""
     for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def deliver(data: bytes, protocol: asyncio.Protocol, transport: MemoryTransport) -> None:
+    """Give a protocol bytes to read, and wait until it reads on."""
+    protocol.data_received(data)
+    while transport.paused and not transport.closed:
         await asyncio.sleep(0)

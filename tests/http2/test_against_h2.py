@@ -22,7 +22,7 @@ from mii.http2.headers import encode_headers
 from mii.http2.limits import Limits
 from mii.http2.server import Server
 from tests.http2.conftest import fault_of, message, standard_handlers
-from tests.http2.memory import MemoryTransport, turns
+from tests.http2.memory import MemoryTransport, deliver, turns
 
 WINDOW = h2.settings.SettingCodes.INITIAL_WINDOW_SIZE
 Operation = tuple[str, int, int]  # what, which stream, how much
@@ -71,7 +71,7 @@ class Conversation:
             data = self.client.data_to_send()
             piece = cut or len(data)
             for at in range(0, len(data), piece or 1):
-                self.connection.data_received(data[at : at + piece])
+                await deliver(data[at : at + piece], self.connection, self.wire)
             await turns(4)
             back = self.wire.take()
             for event in self.client.receive_data(back):
@@ -277,7 +277,7 @@ class H2Server:
             self._answer()
             back = self.server.data_to_send()
             for at in range(0, len(back), self._cut):
-                self.client.data_received(back[at : at + self._cut])
+                await deliver(back[at : at + self._cut], self.client, self.wire)
             if not data and not back:
                 return
 
@@ -328,7 +328,7 @@ class H2Server:
 @given(
     st.lists(st.tuples(st.sampled_from((0, 1, 95, 5000, 70_000)), st.booleans()), max_size=5),
     st.sampled_from((50, 1000, 10**6)),
-    st.sampled_from((0, 1, 100, 65535, 2**31 - 1)),
+    st.sampled_from((0, 100, 65535, 2**31 - 1)),
 )
 def test_an_h2_server_understands_our_client(
     requests: list[tuple[int, bool]], cut: int, window: int

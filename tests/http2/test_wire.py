@@ -22,7 +22,7 @@ from mii.http2.grpc_wire import (
 )
 from mii.http2.headers import HeaderDecoder, encode_headers
 from tests.http2.conftest import message
-from tests.http2.fuzz import Conversation, run_bytes
+from tests.http2.fuzz import Answers, Conversation, run_bytes
 
 bodies = st.lists(st.binary(max_size=300), max_size=8)
 
@@ -111,3 +111,4 @@ def test_whatever_a_peer_sends_raises_nothing(data: bytes) -> None:
 @given(st.integers(0, 2**32))
 def test_broken_conversations_raise_nothing_and_leave_nothing(seed: int) -> None:
     Conversation(seed).run()
+    Answers(seed).run()
