@@ -172,7 +172,7 @@ class ServerCall:
                 self._deadline = loop.time() + seconds
                 self._timer = loop.call_at(self._deadline, self._expire)
         except CallFault as fault:
-            self.finish(fault.code, fault.message)
+            self.finish(fault.code, fault.message, fault.metadata)
             return
         self._task = loop.create_task(self._run(handler))
 

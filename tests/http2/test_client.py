@@ -122,6 +122,55 @@ async def test_deadlines_and_cancellations_reach_the_server(c_core: tuple[CCore,
     await asyncio.wait_for(handlers.cancelled.wait(), 10)
 
 
+async def test_a_server_that_stops_lets_a_call_end_and_the_next_one_finds_its_successor() -> None:
+    """The server is C-core's; its successor listens on the same port."""
+    handlers = CCore()
+    released = asyncio.Event()
+
+    async def hold(body: bytes, context: Context) -> AsyncIterator[bytes]:
+        yield b"begin"
+        await released.wait()
+        yield b"end"
+
+    class Holding(grpc.GenericRpcHandler):
+        def service(self, details: Any) -> Any:
+            return grpc.unary_stream_rpc_method_handler(hold)
+
+    async def start(handler: grpc.GenericRpcHandler, port: int) -> tuple[grpc.aio.Server, int]:
+        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        server.add_generic_rpc_handlers((handler,))
+        port = server.add_insecure_port(f"127.0.0.1:{port}")
+        await server.start()
+        return server, port
+
+    first, port = await start(Holding(), 0)
+    channel = Channel(f"127.0.0.1:{port}", limits=Limits())
+    begun = asyncio.Event()
+    messages: list[bytes] = []
+
+    def take(body: bytes) -> None:
+        messages.append(body)
+        begun.set()
+
+    call = await channel.call("/a.B/Hold", b"", take)
+    await asyncio.wait_for(begun.wait(), 10)
+    stopping = asyncio.ensure_future(first.stop(10))
+    refused = None
+    while refused is None:  # until GOAWAY has come and nobody listens any more
+        try:
+            await (await channel.call("/a.B/Hold", b"", messages.append, timeout=0.01)).wait()
+        except CallFault as fault:
+            refused = fault if fault.code == StatusCode.UNAVAILABLE else None
+    released.set()
+    await asyncio.wait_for(call.wait(), 10)
+    assert messages[0] == b"begin" and messages[-1] == b"end"
+    await stopping
+    second, _ = await start(handlers, port)
+    assert await channel.unary("/a.B/Echo", b"again") == b"again"
+    await channel.close()
+    await second.stop(0)
+
+
 async def test_what_fails_in_a_message_ends_the_call(c_core: tuple[CCore, Channel]) -> None:
     _, channel = c_core
 

@@ -107,8 +107,7 @@ def test_whatever_a_peer_sends_raises_nothing(data: bytes) -> None:
     run_bytes(data)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32))
-def test_broken_conversations_raise_nothing_and_leave_nothing(seed: int) -> None:
-    Conversation(seed).run()
-    Answers(seed).run()
+async def test_broken_conversations_raise_nothing_and_leave_nothing() -> None:
+    """The beginning of what `python -m tests.http2.fuzz` does for as long as one likes."""
+    for seed in range(1000):
+        await (Conversation if seed % 2 else Answers)(seed).have()
