@@ -50,6 +50,8 @@ _SERVICES: Final = (
 )
 _NO_REST: Final = b"This port speaks gRPC; REST is served with enable_rest=True.\n"
 _STOP_GRACE: Final = 1.0  # seconds for calls under way, of the three that a Stop allows
+# Before they end, which would cancel them in the workers, too.
+_PARTING_SECONDS: Final = 0.1
 _TICK_SECONDS: Final = 0.2
 _TERMINATE_SECONDS: Final = 1.0  # until a client is told that the deployment will end, at most
 
@@ -147,7 +149,10 @@ class Router:
 
     async def stop(self) -> None:
         """Take no more requests, give those under way a moment, and end them."""
+        loop = asyncio.get_running_loop()
+        parting = loop.call_later(_STOP_GRACE - _PARTING_SECONDS, self._replicas.part)
         await asyncio.gather(self._server.stop(_STOP_GRACE), self._gateway.cleanup())
+        parting.cancel()
         await self._replicas.close()
 
     async def _start_grpc(self) -> int:

@@ -248,6 +248,8 @@ class Relay:
         tokens = sum(each.remaining_tokens() for each in submissions)
         with self._limit.admit(tokens, record.client) as admitted:
             progressed = partial(self._limit.progress, admitted)
+            if request.attempt > 1:
+                await self._find_holders(submissions)
             record.begin(len(submissions))
             answers = choices_of(request) * len(submissions)
             generation = Generation(
@@ -289,6 +291,12 @@ class Relay:
             except Unavailable as error:
                 self._replicas.mark_down(replica, str(error))
 
+    async def _find_holders(self, submissions: Sequence[Submission]) -> None:
+        """Note which replicas have been at these prompts already, for a router before this one."""
+        holders = await self._replicas.holders([each.request.request_id for each in submissions])
+        for each in submissions:
+            each.holder = holders.get(each.request.request_id)
+
     async def _deliver(
         self,
         submission: Submission,
@@ -298,8 +306,9 @@ class Relay:
     ) -> None:
         record = request_record.here()
         while not submission.finished:
+            holder = submission.holder if not submission.moves else None
             replica, choice = await self._replicas.pick(
-                submission.request.prompts[0], to.session, deadline
+                submission.request.prompts[0], to.session, deadline, holder
             )
             to.routes.append(choice)
             with (

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from mii import control
-from mii.errors import DeadlineExceeded, ServiceError, Unavailable
+from mii.errors import DeadlineExceeded, MIIError, ServiceError, Unavailable
 from mii.proto.inference_pb2 import Prompt
 from mii.router.balancer import Choice, Policy, ReplicaLoad, stick_to_session
 from mii.router.transport import WorkerTransport
 
 _PROBE_TIMEOUT: Final = 2.0  # seconds
+_HOLDING_TIMEOUT: Final = 1.0  # seconds
 _AUTOPSY_SECONDS: Final = 1.0  # that the supervisor has to say what a dead replica was computing
 _PATIENCE: Final = 60.0  # seconds that a prompt waits for a replica that is to come back
 _PROBE_PAUSES: Final = (0.05, 0.1, 0.2, 0.5, 1.0)  # seconds between probes; the last one repeats
@@ -150,8 +151,25 @@ class Replicas:
             return 0.0
         return 1.0 if death.by_itself else 0.5
 
+    async def holders(self, request_ids: Sequence[str]) -> dict[str, int]:
+        """Return by request id which replicas have answers of requests that are sent again."""
+
+        async def ask(replica: Replica) -> Sequence[str]:
+            try:
+                return await replica.transport.holding(request_ids, _HOLDING_TIMEOUT)
+            except MIIError:
+                return ()
+
+        asked = self._up() if self.serving else []
+        answers = await asyncio.gather(*map(ask, asked))
+        return {
+            held: replica.number
+            for replica, answer in zip(asked, answers, strict=True)
+            for held in answer
+        }
+
     async def pick(
-        self, prompt: Prompt, session: str, deadline: float | None
+        self, prompt: Prompt, session: str, deadline: float | None, holder: int | None = None
     ) -> tuple[Replica, Choice]:
         """Return the replica that is to answer `prompt`, once there is one, and why that one.
 
@@ -159,6 +177,7 @@ class Replicas:
             prompt: for policies that look at it.
             session: whose requests all go to one replica while it is there; "": of none.
             deadline: on the event loop's clock, when nobody waits for an answer any more.
+            holder: the replica that has the answer, or is at it; None: there is none.
 
         Raises:
             Unavailable: if none can; at once, unless one that could is to come back.
@@ -180,7 +199,10 @@ class Replicas:
             for replica in self._up()
         ]
         policy = self._policy
-        choice = stick_to_session(loads, session) if session else policy.choose(loads, prompt)
+        if holder is not None and any(load.number == holder for load in loads):
+            choice = Choice(holder, "it has the answer")
+        else:
+            choice = stick_to_session(loads, session) if session else policy.choose(loads, prompt)
         return self._replicas[choice.number], choice
 
     @property
@@ -216,6 +238,12 @@ class Replicas:
         replica.down = why
         replica.probe = asyncio.create_task(self._probe(replica))
         self._on_change()
+
+    def part(self) -> None:
+        """Give up the connections: calls under way are not cancelled, so that workers keep what is
+        not streamed for the next router."""
+        for replica in self._replicas.values():
+            self._drop(replica)
 
     async def close(self) -> None:
         """Drop all replicas."""

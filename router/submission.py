@@ -54,6 +54,7 @@ class Submission:
     prompt_index: int
     choices: list[ChoiceState]
     seen: PromptRecord | None = None
+    holder: int | None = field(default=None, init=False)  # a replica that has answered it before
     moves: int = field(default=0, init=False)
     blame: float = field(default=0.0, init=False)  # for deaths in a row, without a token between
     _accepted: bool = field(default=False, init=False)  # by any replica

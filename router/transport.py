@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol, TypeVar
 
 from google.protobuf.message import Message
@@ -24,7 +24,12 @@ from mii.proto.inference_pb2 import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from mii.proto.worker_pb2 import StatusRequest, StatusResponse
+from mii.proto.worker_pb2 import (
+    HoldingRequest,
+    HoldingResponse,
+    StatusRequest,
+    StatusResponse,
+)
 from mii.status import ERROR_KEY, error_of_fault
 
 # A worker is one of ours: what it may do to us is bounded by what we ask of it.
@@ -65,6 +70,9 @@ class WorkerTransport(Protocol):
 
     async def status(self, timeout: float | None) -> StatusResponse:
         """Return the worker's counters."""
+
+    async def holding(self, request_ids: Sequence[str], timeout: float | None) -> Sequence[str]:
+        """Return which of some requests the worker holds for clients that ask again."""
 
     async def healthy(self, timeout: float | None) -> bool:
         """Return whether the worker says that it can answer; never raises."""
@@ -137,6 +145,11 @@ class Http2Transport:
 
     async def status(self, timeout: float | None) -> StatusResponse:
         return await self._ask("mii.v1.Worker/Status", StatusRequest(), StatusResponse, timeout)
+
+    async def holding(self, request_ids: Sequence[str], timeout: float | None) -> Sequence[str]:
+        request = HoldingRequest(request_ids=request_ids)
+        method = "mii.v1.Worker/Holding"
+        return (await self._ask(method, request, HoldingResponse, timeout)).request_ids
 
     async def healthy(self, timeout: float | None) -> bool:
         method = "grpc.health.v1.Health/Check"

@@ -12,8 +12,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mii.engine.generator import Delta, Generator, Usage
@@ -106,6 +105,11 @@ class EngineCall:
             if self._error is not None:
                 raise self._error
             await self._wait()
+
+    def redirect(self, sink: Callable[[list[Piece]], None]) -> None:
+        """Give what has come and what will come to a sink that always has room."""
+        self._sink, self._has_room = sink, _always
+        self.pass_on()
 
     def pass_on(self) -> None:
         """Give the sink what waits for it, if it has room."""
@@ -208,11 +212,8 @@ class EngineLoop:
         """Whether a request would be answered."""
         return self._refusal is None
 
-    @asynccontextmanager
-    async def submit(
-        self, requests: Sequence[GenerationRequest], *, least: int = 1
-    ) -> AsyncIterator[EngineCall]:
-        """Queue all requests of a call, or none; on the way out nothing of them is left running.
+    async def submit(self, requests: Sequence[GenerationRequest], *, least: int = 1) -> EngineCall:
+        """Queue all requests of a call, or none; in the end the call is to be released.
 
         Args:
             requests: one for each sequence.
@@ -229,11 +230,16 @@ class EngineLoop:
         self._post(_Add(call, requests))
         try:
             await call.accepted()
-            yield call
-        finally:
-            self._calls.discard(call)
-            if call.running:
-                self._post(_Abort(call))
+        except BaseException:
+            self.release(call)
+            raise
+        return call
+
+    def release(self, call: EngineCall) -> None:
+        """Leave nothing of a call running."""
+        self._calls.discard(call)
+        if call.running:
+            self._post(_Abort(call))
 
     def fail_calls(self, error: MIIError) -> None:
         """End all calls, and those that will come, with an error."""
@@ -360,6 +366,10 @@ class EngineLoop:
         handles.remove(handle)
         if not handles:
             del self._handles[call]
+
+
+def _always() -> bool:
+    return True
 
 
 def _announce(verdicts: Sequence[tuple[EngineCall, MIIError | None]]) -> None:

@@ -18,7 +18,7 @@ class RequestLog:
     """
 
     def __init__(self, request_id: str, span: traces.Span) -> None:
-        self._request_id = request_id
+        self.request_id = request_id
         self._span = span
         logs.request_id.set(request_id)
 
@@ -43,7 +43,7 @@ class RequestLog:
                 "time_to_first_token_seconds": round(usage.time_to_first_token_seconds, 6),
                 "total_seconds": round(usage.total_seconds, 6),
             }
-            logs.tell_access("answer", facts, self._request_id)
+            logs.tell_access("answer", facts, self.request_id)
 
     def _tell_phases(self, choice: int, usage: Usage, reason: str | None) -> None:
         now = time.monotonic()

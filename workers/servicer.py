@@ -50,8 +50,10 @@ from mii.proto.inference_pb2 import (
     TokenLogprobs,
     Usage,
 )
+from mii.proto.worker_pb2 import HoldingRequest, HoldingResponse
 from mii.rpc.methods import answered_by_stream, answered_once, errors_as_status
 from mii.workers.loop import EngineLoop, Piece
+from mii.workers.orphans import Orphans, RecordedCall
 from mii.workers.request_log import RequestLog
 
 _PROMPT_THREADS: Final = 2
@@ -83,6 +85,7 @@ class Servicer:
 
     def __init__(self, engine: EngineLoop, prompts: PromptProcessor, config: EngineConfig) -> None:
         self._engine = engine
+        self._orphans = Orphans(engine)
         self._prompts = prompts
         self._model = _describe(config, prompts)
         # Long texts take long to tokenise: not on the event loop, where other calls' tokens pass.
@@ -102,6 +105,7 @@ class Servicer:
             "/mii.v1.Inference/Tokenize": answered_once(TokenizeRequest, self._tokenize),
             "/mii.v1.Inference/Detokenize": answered_once(DetokenizeRequest, self._detokenize),
             "/mii.v1.Inference/ListModels": answered_once(ListModelsRequest, self._list_models),
+            "/mii.v1.Worker/Holding": answered_once(HoldingRequest, self._holding),
         }
 
     async def _generate(self, request: GenerateRequest, call: ServerCall) -> None:
@@ -111,19 +115,44 @@ class Servicer:
             self._unwell_without_memory(),
             traces.span(call.path, call.headers) as span,
         ):
-            log = RequestLog(request_id, span)
-            sequences = await self._aside(lambda: self._prepare(request, request_id))
-            requests = [sequence.request for sequence in sequences]
-
-            def send(pieces: list[Piece]) -> None:
-                deltas = [self._delta(sequences[piece.index], piece, log) for piece in pieces]
-                call.send(GenerateResponse(deltas=deltas).SerializeToString())
-
-            least = 1 if request.stream else _UNSTREAMED_TOKENS
-            async with self._engine.submit(requests, least=least) as answers:
+            running = self._orphans.claim(request)
+            if running is None:
+                running = await self._begin(request, RequestLog(request_id, span))
+            try:
                 call.send_initial_metadata(((ACCEPTED_KEY, request_id),))
-                call.on_writable(answers.pass_on)
-                await answers.send_to(send, lambda: call.writable)
+                for message in running.messages_for(request):  # that another router got
+                    call.send(message)
+                call.on_writable(running.answers.pass_on)
+                await running.answers.send_to(
+                    lambda pieces: call.send(running.message_of(pieces)), lambda: call.writable
+                )
+            except BaseException as error:
+                cut_off = call.loss is not None and call.loss.with_connection
+                if cut_off and isinstance(error, asyncio.CancelledError):
+                    self._orphans.keep(running, call.time_remaining())
+                else:
+                    self._engine.release(running.answers)
+                raise
+            self._orphans.keep(running, call.time_remaining())
+
+    async def _begin(self, request: GenerateRequest, log: RequestLog) -> RecordedCall:
+        """Queue a request.
+
+        Raises:
+            MIIError: if that is not possible.
+        """
+        sequences = await self._aside(lambda: self._prepare(request, log.request_id))
+
+        def message_of(pieces: list[Piece]) -> GenerateResponse:
+            deltas = [self._delta(sequences[piece.index], piece, log) for piece in pieces]
+            return GenerateResponse(deltas=deltas)
+
+        least = 1 if request.stream else _UNSTREAMED_TOKENS
+        requests = [sequence.request for sequence in sequences]
+        return RecordedCall(request, await self._engine.submit(requests, least=least), message_of)
+
+    async def _holding(self, request: HoldingRequest, call: ServerCall) -> HoldingResponse:
+        return HoldingResponse(request_ids=self._orphans.holding(request.request_ids))
 
     @contextmanager
     def _unwell_without_memory(self) -> Iterator[None]:

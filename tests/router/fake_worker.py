@@ -39,6 +39,8 @@ from mii.proto.inference_pb2 import (
     Usage,
 )
 from mii.proto.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
+from mii.proto.worker_pb2 import HoldingRequest, HoldingResponse
+from mii.proto.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from mii.status import known_error, status_of
 
 MODEL = "acme/echo-1"
@@ -70,12 +72,13 @@ def words_of(prompt: Prompt) -> list[str]:
     return prompt.text.split(" ")
 
 
-class FakeWorker(InferenceServicer):
+class FakeWorker(InferenceServicer, WorkerServicer):
     """See the module. Its attributes may be read from any thread."""
 
     def __init__(self) -> None:
         self.port = 0
         self.requests: list[GenerateRequest] = []
+        self.held: set[str] = set()  # ids of requests that it says it has answers of
         self.deadlines: list[float | None] = []
         self.running = 0
         self.ended = Counter[str]()  # how calls ended: whole, cancelled, failed
@@ -93,6 +96,7 @@ class FakeWorker(InferenceServicer):
         """Serve, on the port of last time if there was one."""
         self._server = grpc.aio.server(options=_OPTIONS)
         add_InferenceServicer_to_server(self, self._server)
+        add_WorkerServicer_to_server(self, self._server)
         add_HealthServicer_to_server(self.health, self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{port or self.port}")
         await self._server.start()
@@ -213,6 +217,9 @@ class FakeWorker(InferenceServicer):
     async def Tokenize(self, request: TokenizeRequest, context: Context) -> TokenizeResponse:
         ids = [len(word) for word in words_of(request.prompt)]
         return TokenizeResponse(ids=ids, max_length=CONTEXT)
+
+    async def Holding(self, request: HoldingRequest, context: Context) -> HoldingResponse:
+        return HoldingResponse(request_ids=self.held.intersection(request.request_ids))
 
     async def Detokenize(self, request: DetokenizeRequest, context: Context) -> DetokenizeResponse:
         return DetokenizeResponse(text=" ".join(f"id{token}" for token in request.ids))

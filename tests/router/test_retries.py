@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
@@ -72,3 +73,38 @@ def test_what_is_not_clear_is_refused(router: RouterProcess, workers: list[FakeW
     request.resume.append(PartialAnswer(prompt_index=2))
     assert isinstance(error_of(router, request), InvalidArgument)
     assert not any(worker.requests for worker in workers)
+
+
+def test_what_a_replica_holds_is_asked_of_that_one(
+    start_router: StartRouter, two: list[FakeWorker]
+) -> None:
+    first, second = two
+    second.held = {"again-0", "again-1", "again-3"}
+    router = start_router(enable_rest=False)
+    router.tell(*two)
+    router.wait_for(HealthCheckResponse.SERVING)
+    request = request_of("a", "b", "c", "d", seed="5")
+    request.request_id, request.attempt = "again", 2
+    assert len(deltas_of(router, request)) == 4
+    assert {each.request_id for each in second.requests} >= second.held
+    assert {each.attempt for each in [*first.requests, *second.requests]} == {2}
+    request.attempt = 1  # a new one: nobody is asked, and both are used
+    assert len(deltas_of(router, request)) == 4
+    assert len(first.requests) >= 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_of_a_router_that_ends_are_to_be_sent_again(
+    stream: bool, start_router: StartRouter, two: list[FakeWorker], worker_thread: WorkerThread
+) -> None:
+    router = start_router(enable_rest=False)
+    router.tell(two[0])
+    router.wait_for(HealthCheckResponse.SERVING)
+    call = router.inference.Generate(request_of("a <hold> b", stream=stream), timeout=20)
+    worker_thread.until(two[0], lambda worker: worker.running == 1)
+    router.process.terminate()
+    with pytest.raises(grpc.RpcError):
+        list(call)
+    assert call.code() is grpc.StatusCode.UNAVAILABLE
+    assert "send the request again" in str(call.details())
+    assert router.process.wait(10) == 0
