@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import resource
 import socket
 from collections.abc import Sequence
 from typing import Final
@@ -10,6 +12,7 @@ from typing import Final
 from mii.errors import InvalidArgument, PortInUse, shorten
 
 _BACKLOG: Final = 1024
+_MAX_FILES: Final = 2**17
 _TRIES: Final = 20  # to find a port that is free on every address
 
 
@@ -30,6 +33,18 @@ def addresses_of(host: str) -> list[str]:
     if not usable:
         raise InvalidArgument(f"host {shorten(host)} is no address of this machine", "host")
     return usable
+
+
+def allow_connections() -> None:
+    """Let the process have as many open files, and so connections, as the system allows it.
+
+    Shells allow 1,024 unless they are told otherwise, which idle connections alone could use up.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # macOS allows less than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def join(address: str, port: int) -> str:

@@ -30,7 +30,7 @@ from mii.router.exposition import Exposition
 from mii.router.gateway.app import make_app
 from mii.router.legacy import LegacyServicer
 from mii.router.limits import RequestLimit
-from mii.router.listen import addresses_of, listen
+from mii.router.listen import addresses_of, allow_connections, listen
 from mii.router.observer import Observer
 from mii.router.operator import OperatorServicer
 from mii.router.relay import Relay
@@ -242,6 +242,7 @@ def main() -> None:
     start = channel.receive_start()
     logs.set_up("router", start.config)
     traces.set_up("router", start.config.deployment_name)
+    allow_connections()
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(run(channel, start))

@@ -6,6 +6,8 @@ import contextlib
 import queue
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 
 import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
@@ -69,6 +71,13 @@ class RouterProcess:
         watch = self.health.Watch(HealthCheckRequest(service=service), timeout=30)
         next(answer for answer in watch if answer.status == status)
         watch.cancel()
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Return once something of the process holds that it does not tell."""
+        until = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < until
+            time.sleep(0.01)
 
     def close(self) -> None:
         """Let the router find its supervisor gone."""
