@@ -20,7 +20,8 @@ from mii.http2.grpc_wire import (
     frame_message,
     metadata_block,
 )
-from mii.http2.headers import Header, check_response, encode_headers
+from mii.http2.header_decoder import Header
+from mii.http2.headers import check_response, encode_headers
 from mii.http2.limits import Limits
 from mii.http2.stream import Loss, Stream
 

@@ -29,12 +29,18 @@ from mii.http2.frames import (
     window_update,
     without_padding,
 )
-from mii.http2.headers import Header, HeaderDecoder, HeadersTooLarge
+from mii.http2.header_decoder import Header, HeaderDecoder, HeadersTooLarge
 from mii.http2.limits import Bucket, Limits
 from mii.http2.sender import Sender
 from mii.http2.stream import Loss, Stream
 
+# As numbers: the operators of enums take as long as all else that is done for a small frame.
 _DATA: Final = int(FrameType.DATA)
+_PADDED: Final = int(Flag.PADDED)
+_END_STREAM: Final = int(Flag.END_STREAM)
+_END_HEADERS: Final = int(Flag.END_HEADERS)
+_ACK: Final = int(Flag.ACK)
+_PRIORITY: Final = int(Flag.PRIORITY)
 _NO_TABLE: Final = b"\x20"  # HPACK: the dynamic table has no room from here on
 _BYTES_PER_TURN: Final = 2**15  # that are read of a connection, before others have their turn
 _SMALL_BYTES: Final = 1024  # of DATA that nobody wants: more of it costs its sender more than us
@@ -69,7 +75,7 @@ class Connection(Sender):
         self._takes_data = False  # SETTINGS have come, and no header block is open
         self._deaf = False  # header blocks are skipped: see `_hear_no_more`
         self._receive_window = max(DEFAULT_WINDOW, limits.connection_window)
-        self._credit = 0
+        self._credit = 0  # bytes of it that have come and that the peer does not have back yet
         self._nuisances = Bucket(limits.nuisances, limits.nuisances_per_second, self.time)
         self._began = self.time
         self._preface_is_due = self.is_server
@@ -111,7 +117,7 @@ class Connection(Sender):
         self._read(data[:_BYTES_PER_TURN])
         if len(data) > _BYTES_PER_TURN and self._transport is not None:
             self.loop.call_soon(self._read_on, transport, data[_BYTES_PER_TURN:])
-        elif not transport.is_closing():
+        else:
             transport.resume_reading()
 
     def _read(self, data: bytes) -> None:
@@ -181,24 +187,21 @@ class Connection(Sender):
 
     def _on_data(self, number: int, flags: int, payload: bytes) -> None:
         length = len(payload)
-        self._receive_window -= length
-        if self._receive_window < 0:
-            raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, "the connection's window overrun")
         self._credit += length
         if self._credit * 2 >= self.limits.connection_window:
-            self.send_control(window_update(0, self._credit))
-            self._receive_window += self._credit
-            self._credit = 0
+            self._return_credit()
         stream = self.streams.get(number)
         if stream is None or stream.ended_there:
             self._on_stray(number, stream, length)
             return
-        if flags & Flag.PADDED:
+        if flags & _PADDED:
             payload = without_padding(payload, flags)
-        ended = bool(flags & Flag.END_STREAM)
+        ended = flags & _END_STREAM != 0
         if not ended and not payload:
             self._count_nuisance()
-        self._take_credit(stream, length, ended)
+        stream.credit += length
+        if ended or stream.credit * 2 >= self.limits.stream_window:
+            self._look_at_window(stream, ended)
         stream.last_progress = self.time
         try:
             stream.receiver.data_received(payload, ended)
@@ -210,15 +213,19 @@ class Connection(Sender):
         if ended and stream.over:
             self.forget(stream)
 
-    def _take_credit(self, stream: Stream, length: int, ended: bool) -> None:
-        """Note that a stream's data has come; give its window back in pieces."""
-        stream.receive_window -= length
-        if stream.receive_window < 0:
+    def _return_credit(self) -> None:
+        if self._credit > self._receive_window:
+            raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, "the connection's window overrun")
+        self.send_control(window_update(0, self._credit))
+        self._credit = 0
+
+    def _look_at_window(self, stream: Stream, ended: bool) -> None:
+        """Give a stream's window back, if there is something to come for it."""
+        if stream.credit > stream.receive_window:
             raise StreamFault(ErrorCode.FLOW_CONTROL_ERROR, "the stream's window overrun")
-        stream.credit += length
         if ended:
             stream.ended_there = True
-        elif stream.credit * 2 >= self.limits.stream_window and not stream.holds_credit:
+        elif not stream.holds_credit:
             stream.return_credit()
 
     def _on_stray(self, number: int, stream: Stream | None, length: int) -> None:
@@ -240,7 +247,7 @@ class Connection(Sender):
         ):
             raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "a header block was interrupted")
         if self._settings_are_due:
-            if kind != FrameType.SETTINGS or flags & Flag.ACK:
+            if kind != FrameType.SETTINGS or flags & _ACK:
                 raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "the first frame is no SETTINGS")
             self._settings_are_due = False
             self._takes_data = True
@@ -276,11 +283,11 @@ class Connection(Sender):
         if number == 0:
             raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "HEADERS on stream 0")
         payload = without_padding(payload, flags)
-        if flags & Flag.PRIORITY:
+        if flags & _PRIORITY:
             if len(payload) < 5:
                 raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "HEADERS without its priority")
             payload = payload[5:]
-        if flags & Flag.END_HEADERS:
+        if flags & _END_HEADERS:
             self._on_block(number, flags, payload)
         else:
             self._block = _OpenBlock(number, flags, payload, self.time)
@@ -298,7 +305,7 @@ class Connection(Sender):
             self._end_block()
             limit = self.limits.max_header_bytes
             self._hear_no_more(HeadersTooLarge(f"a header block of more than {limit} bytes"))
-        elif flags & Flag.END_HEADERS:
+        elif flags & _END_HEADERS:
             self._end_block()
             self._on_block(block.stream, block.flags, b"".join(block.fragments))
 
@@ -313,7 +320,7 @@ class Connection(Sender):
             self._hear_no_more(fault)
             return
         try:
-            self.headers_received(number, headers, bool(flags & Flag.END_STREAM))
+            self.headers_received(number, headers, bool(flags & _END_STREAM))
         except (ConnectionFault, StreamFault):
             raise
         except Exception:
@@ -374,7 +381,7 @@ class Connection(Sender):
     def _on_settings(self, number: int, flags: int, payload: bytes) -> None:
         if number != 0:
             raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "SETTINGS on a stream")
-        if flags & Flag.ACK:
+        if flags & _ACK:
             if payload:
                 raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS ACK with a payload")
             return
@@ -410,7 +417,7 @@ class Connection(Sender):
             raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "PING on a stream")
         if len(payload) != 8:
             raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "PING must have 8 bytes")
-        if flags & Flag.ACK:
+        if flags & _ACK:
             self._pinged = 0.0
             return
         self._count_nuisance()

@@ -6,17 +6,21 @@ The reference is PROTOCOL-HTTP2.md of the gRPC project.
 from __future__ import annotations
 
 import math
+import struct
 import zlib
 from enum import IntEnum
 from typing import Final
 from urllib.parse import unquote
 
-from mii.http2.headers import Header, is_name
+from mii.http2.header_decoder import Header
+from mii.http2.headers import is_name
 
 CONTENT_TYPE: Final = b"application/grpc"
 COMPRESSIONS: Final = ("identity", "gzip", "deflate")  # that we read; we write none
 
-_PREFIX_BYTES: Final = 5
+_PREFIX: Final = struct.Struct(">BI")  # whether it is compressed, and its length
+_PREFIX_BYTES: Final = _PREFIX.size
+_unpack_prefix: Final = _PREFIX.unpack_from
 _WINDOW_BITS: Final = {"gzip": 31, "deflate": 15}
 _TIMEOUT_UNITS: Final = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _MAX_TIMEOUT_DIGITS: Final = 8
@@ -104,21 +108,21 @@ class MessageReader:
         position, size = 0, len(data)
         self._wanted = _PREFIX_BYTES
         while size - position >= _PREFIX_BYTES:
-            begin = position + _PREFIX_BYTES
-            length = int.from_bytes(data[position + 1 : begin], "big")
+            flag, length = _unpack_prefix(data, position)
             if length > self._max_bytes:
                 raise self._too_large(f"{length}")
-            if begin + length > size:
+            begin = position + _PREFIX_BYTES
+            end = begin + length
+            if end > size:
                 self._wanted = _PREFIX_BYTES + length
                 break
-            messages.append(self._unpacked(data[position], data[begin : begin + length]))
-            position = begin + length
+            body = data[begin:end]
+            messages.append(self._unpacked(flag, body) if flag else body)
+            position = end
         self._buffer = data[position:]
         return messages
 
     def _unpacked(self, flag: int, body: bytes) -> bytes:
-        if flag == 0:
-            return body
         if flag != 1 or self._compression == "identity":
             raise CallFault(StatusCode.INTERNAL, "a message is marked as compressed and is not")
         unpacker = zlib.decompressobj(_WINDOW_BITS[self._compression])
@@ -142,7 +146,7 @@ class MessageReader:
 
 def frame_message(body: bytes) -> bytes:
     """Return a message with its prefix."""
-    return b"\x00" + len(body).to_bytes(4, "big") + body
+    return _PREFIX.pack(0, len(body)) + body
 
 
 def encode_message_text(text: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Header blocks: decoded by `hpack` under limits, written without state.
+"""Header lists: what may be in them, and how they are written, without state.
 
 What we write uses no dynamic table and no Huffman code: it is as quick as a join, the same block
 may go to any connection, and on the loopback and inside a rack its bytes cost nothing.
@@ -6,20 +6,17 @@ may go to any connection, and on the loopback and inside a rack its bytes cost n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Final
 
-from hpack import Decoder
-from hpack.exceptions import HPACKError, OversizedHeaderListError
-
-from mii.http2.frames import ConnectionFault, ErrorCode, StreamFault
-
-Header = tuple[bytes, bytes]
+from mii.http2.frames import ErrorCode, StreamFault
+from mii.http2.header_decoder import Header
 
 # Lower-case token characters of RFC 9110, which is all that a name may have in HTTP/2.
 _NAME_BYTES: Final = frozenset(b"!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyz")
-_FORBIDDEN_IN_VALUES: Final = frozenset(b"\x00\r\n")
+_find_forbidden: Final = re.compile(rb"[\x00\r\n]").search
 # They speak of an HTTP/1.1 connection; a block that has them may be meant to smuggle a request.
 _CONNECTION_HEADERS: Final = frozenset(
     (b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade")
@@ -27,40 +24,6 @@ _CONNECTION_HEADERS: Final = frozenset(
 _REQUEST_PSEUDO_HEADERS: Final = frozenset((b":method", b":scheme", b":path", b":authority"))
 _RESPONSE_PSEUDO_HEADERS: Final = frozenset((b":status",))
 _NO_PSEUDO_HEADERS: Final = frozenset[bytes]()
-
-
-class HeadersTooLarge(ConnectionFault):
-    """A header list beyond the limit."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(ErrorCode.ENHANCE_YOUR_CALM, message)
-
-
-class HeaderDecoder:
-    """Decodes the blocks of one connection, in the order in which they came.
-
-    Args:
-        max_list_bytes: of a decoded block, counted as RFC 9113 does: 32 for each header besides.
-    """
-
-    def __init__(self, max_list_bytes: int) -> None:
-        self._decoder = Decoder(max_list_bytes)
-
-    def decode(self, block: bytes) -> list[Header]:
-        """Return a block's headers.
-
-        Raises:
-            HeadersTooLarge: beyond the limit.
-            ConnectionFault: if it cannot be decoded. After either the dynamic tables of the two
-                ends differ, so that no later block can be.
-        """
-        try:
-            headers = self._decoder.decode(block, raw=True)
-        except OversizedHeaderListError:
-            raise HeadersTooLarge("a header list larger than SETTINGS allow") from None
-        except (HPACKError, IndexError, ValueError) as error:
-            raise ConnectionFault(ErrorCode.COMPRESSION_ERROR, f"HPACK: {error}") from None
-        return [(bytes(name), bytes(value)) for name, value in headers]
 
 
 def check_headers(headers: Iterable[Header], *, pseudo: frozenset[bytes]) -> None:
@@ -82,12 +45,12 @@ def check_headers(headers: Iterable[Header], *, pseudo: frozenset[bytes]) -> Non
             seen.add(name)
         else:
             regular = True
-            if not name or not is_name(name) or name in _CONNECTION_HEADERS:
+            if not is_name(name) or name in _CONNECTION_HEADERS:
                 raise StreamFault(ErrorCode.PROTOCOL_ERROR, f"header {name[:64]!r} is not allowed")
             if name == b"te" and value.lower() != b"trailers":
                 raise StreamFault(ErrorCode.PROTOCOL_ERROR, "te may only be 'trailers'")
         # Spaces around a value, which RFC 9113 forbids as well, are in order in gRPC's metadata.
-        if not _FORBIDDEN_IN_VALUES.isdisjoint(value):
+        if _find_forbidden(value):
             raise StreamFault(ErrorCode.PROTOCOL_ERROR, f"the value of {name[:64]!r} has a newline")
 
 
@@ -129,7 +92,7 @@ def check_response(headers: list[Header], *, trailers: bool) -> None:
 @lru_cache(4096)
 def is_name(name: bytes) -> bool:
     """Whether a header may be called so."""
-    return _NAME_BYTES.issuperset(name)
+    return name != b"" and _NAME_BYTES.issuperset(name)
 
 
 def encode_headers(headers: Iterable[Header]) -> bytes:

@@ -15,7 +15,8 @@ from mii.http2.grpc_wire import (
     CallFault,
     StatusCode,
 )
-from mii.http2.headers import Header, check_request, encode_headers
+from mii.http2.header_decoder import Header
+from mii.http2.headers import check_request, encode_headers
 from mii.http2.limits import Limits
 from mii.http2.server_call import Handler, ServerCall
 from mii.http2.stream import Stream

@@ -15,10 +15,12 @@ from mii.http2.grpc_wire import (
     MessageReader,
     StatusCode,
     encode_message_text,
+    frame_message,
     metadata_block,
     parse_timeout,
 )
-from mii.http2.headers import Header, check_trailers, encode_headers
+from mii.http2.header_decoder import Header
+from mii.http2.headers import check_trailers, encode_headers
 from mii.http2.stream import Loss, Stream
 
 if TYPE_CHECKING:
@@ -138,7 +140,7 @@ class ServerCall:
         """Send a message, or keep it until the client has room: see `writable`."""
         if not self._headers_sent:
             self.send_initial_metadata()
-        self._stream.send(b"\x00" + len(body).to_bytes(4, "big") + body)
+        self._stream.send(frame_message(body))
 
     @property
     def writable(self) -> bool:

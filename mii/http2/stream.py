@@ -17,7 +17,7 @@ from mii.http2.frames import (
     rst_stream,
     window_update,
 )
-from mii.http2.headers import Header
+from mii.http2.header_decoder import Header
 
 if TYPE_CHECKING:
     from mii.http2.sender import Sender
@@ -85,7 +85,7 @@ class Stream:
         self.window = connection.initial_window  # bytes that we may send
         # Before it has read our SETTINGS, a peer may send as much as RFC 9113 allows by default.
         self.receive_window = max(DEFAULT_WINDOW, connection.limits.stream_window)
-        self.credit = 0  # bytes that have come and that the peer's window does not have back yet
+        self.credit = 0  # bytes of it that have come and that the peer does not have back yet
         self.holds_credit = False  # the receiver has enough for now
         self.ended_here = False  # we send nothing more
         self.ended_there = False
@@ -172,7 +172,6 @@ class Stream:
         """Give the peer's window back what has come, if it is worth a frame."""
         if self.credit * 2 >= self._connection.limits.stream_window:
             self._connection.send_control(window_update(self.number, self.credit))
-            self.receive_window += self.credit
             self.credit = 0
 
     def discard(self) -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mii.http2.frames import ConnectionFault
 from mii.http2.grpc_wire import (
     CallFault,
     MessageReader,
@@ -20,7 +21,8 @@ from mii.http2.grpc_wire import (
     format_timeout,
     parse_timeout,
 )
-from mii.http2.headers import HeaderDecoder, encode_headers
+from mii.http2.header_decoder import Header, HeaderDecoder
+from mii.http2.headers import encode_headers
 from tests.http2.conftest import message
 from tests.http2.fuzz import Answers, Conversation, run_bytes
 
@@ -79,6 +81,49 @@ def test_what_we_encode_is_what_hpack_decodes(headers: list[tuple[bytes, bytes]]
         headers
     )
     assert HeaderDecoder(2**20).decode(encode_headers(headers)) == headers
+
+
+# As they come again and again on a connection, so that tables fill up and are used.
+lists = st.lists(
+    st.tuples(st.sampled_from([b":path", b"te", b"x-a", b"x-b"]), st.binary(max_size=300)),
+    max_size=10,
+)
+
+
+@given(
+    blocks=st.lists(st.tuples(lists, st.booleans(), st.sampled_from([None, 0, 100, 4096]))),
+)
+def test_what_hpack_encodes_is_what_we_decode(
+    blocks: list[tuple[list[Header], bool, int | None]],
+) -> None:
+    encoder, decoder = hpack.Encoder(), HeaderDecoder(2**20)
+    for headers, huffman, table_size in blocks:
+        if table_size is not None:
+            encoder.header_table_size = table_size
+        assert decoder.decode(encoder.encode(headers, huffman=huffman)) == headers
+
+
+@given(st.lists(lists, min_size=1), st.data())
+def test_damaged_blocks_mean_to_us_what_they_mean_to_hpack(
+    good: list[list[Header]], data: st.DataObject
+) -> None:
+    encoder, theirs, ours = hpack.Encoder(), hpack.Decoder(2**20), HeaderDecoder(2**20)
+    for headers in good:
+        block = bytearray(encoder.encode(headers))
+        for at in data.draw(st.lists(st.integers(0, max(0, len(block) - 1)), max_size=2)):
+            block[at : at + 1] = data.draw(st.binary(max_size=2))
+        try:
+            expected = [tuple(header) for header in theirs.decode(bytes(block), raw=True)]
+        except (hpack.HPACKError, IndexError):
+            with pytest.raises(ConnectionFault):
+                ours.decode(bytes(block))
+            return
+        assert ours.decode(bytes(block)) == expected
+
+
+def test_an_integer_without_end_is_refused() -> None:
+    with pytest.raises(ConnectionFault, match="integer"):
+        HeaderDecoder(2**20).decode(b"\x7f" + b"\x80" * 30_000 + b"\x01")
 
 
 @given(st.text())
