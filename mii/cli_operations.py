@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -14,7 +15,7 @@ from typing import Any
 import grpc
 
 from mii.api import client_of, find_deployment
-from mii.errors import DeploymentError, DeploymentNotFoundError, shorten
+from mii.errors import DeploymentError, DeploymentNotFoundError, Unavailable, shorten
 from mii.proto.deployment_pb2 import (
     DeploymentStatus,
     ReplicaState,
@@ -24,7 +25,6 @@ from mii.proto.deployment_pb2 import (
 )
 from mii.proto.deployment_pb2_grpc import DeploymentStub
 from mii.registry import DeploymentRecord, ProcessRecord
-from mii.status import error_of_call
 
 _ROUTER_SECONDS = 15.0  # until another router must serve
 _POLL_SECONDS = 0.05
@@ -34,12 +34,13 @@ def restart(parsed: argparse.Namespace) -> int:
     """Start a deployment's replicas anew, one after the other, or else its router."""
     if parsed.router:
         return _restart_router(_deployment(parsed.name))
-    return _operate(parsed.name, RestartRequest())
+    return _operate(parsed.name, RestartRequest(operation=secrets.randbits(63)))
 
 
 def scale(parsed: argparse.Namespace) -> int:
     """Give a deployment another number of replicas."""
-    return _operate(parsed.name, ScaleRequest(replicas=parsed.replicas))
+    request = ScaleRequest(replicas=parsed.replicas, operation=secrets.randbits(63))
+    return _operate(parsed.name, request)
 
 
 def _restart_router(record: DeploymentRecord) -> int:
@@ -61,26 +62,38 @@ def _router_of(record: DeploymentRecord) -> ProcessRecord:
 
 
 def _operate(name: str, request: RestartRequest | ScaleRequest) -> int:
+    """Ask for an operation until it has ended, by way of another router if need be."""
     record = _deployment(name)
-    security = client_of(record).security
-    key = security.metadata
-    with security.open_channel(grpc, record.address) as channel:
-        stub = DeploymentStub(channel)
-        watch: Any = stub.WatchStatus(WatchStatusRequest(), metadata=key)
-        shown = threading.Thread(target=_show, args=(watch,), daemon=True)
-        shown.start()
-        try:
-            if isinstance(request, RestartRequest):
-                stub.Restart(request, metadata=key)
-            else:
-                stub.Scale(request, metadata=key)
-        except grpc.RpcError as error:
-            raise error_of_call(error) from None
-        finally:
-            watch.cancel()
-            shown.join()
+    client = client_of(record)
+    patience = client.patience(None)
+    with client.security.open_channel(grpc, record.address) as channel:
+        while True:
+            try:
+                _operate_once(DeploymentStub(channel), request, client.security.metadata)
+                break
+            except grpc.RpcError as error:
+                failure = client.error_of(error)
+                if not isinstance(failure, Unavailable):
+                    raise failure from None
+                time.sleep(client.pause_after(failure, patience))
     print(f"{record.name}: done")
     return 0
+
+
+def _operate_once(
+    stub: DeploymentStub, request: RestartRequest | ScaleRequest, key: tuple[tuple[str, str], ...]
+) -> None:
+    watch: Any = stub.WatchStatus(WatchStatusRequest(), metadata=key)
+    shown = threading.Thread(target=_show, args=(watch,), daemon=True)
+    shown.start()
+    try:
+        if isinstance(request, RestartRequest):
+            stub.Restart(request, metadata=key)
+        else:
+            stub.Scale(request, metadata=key)
+    finally:
+        watch.cancel()
+        shown.join()
 
 
 def _deployment(name: str) -> DeploymentRecord:

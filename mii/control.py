@@ -100,7 +100,7 @@ class Operation:
     """An operator asks for a restart of all replicas, or for another number of them."""
 
     event: ClassVar[str] = "operation"
-    number: int  # of the operation, for its end
+    number: int  # of the operation, for its end; the same if it is asked for again
     replicas: int | None = None  # wanted; None: restart those that there are
 
 

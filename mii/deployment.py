@@ -195,7 +195,7 @@ class Supervisor:
         cause = self._cause([router])
         self._last_words.pop(router, None)
         as_asked = router.process.returncode == 0
-        if not self._announced or not self._router.died(as_asked=as_asked):
+        if not self._router.died(as_asked=as_asked):
             raise cause
         _logger.log(logging.INFO if as_asked else logging.ERROR, "the router has ended: %s", cause)
         self._note([router], "restarting", self._record.port, "" if as_asked else str(cause))

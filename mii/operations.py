@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from mii.control import Operation, OperationEnded
 from mii.supervised_replica import SupervisedReplica
+
+_REMEMBERED: Final = 16  # operations that have ended
 
 
 class ReplicaActions(Protocol):
@@ -43,11 +45,18 @@ class Operations:
         self._tell = tell
         self._waiting: deque[Operation] = deque()
         self._current: Operation | None = None
+        self._ended: deque[OperationEnded] = deque(maxlen=_REMEMBERED)
         self._to_restart: list[SupervisedReplica] = []
         self._awaited: set[SupervisedReplica] = set()  # that are to be ready, or gone
 
     def ask(self, operation: Operation) -> None:
-        """Take on an operation."""
+        """Take on an operation; one that is known already is asked for by another router now."""
+        for ended in self._ended:
+            if ended.number == operation.number:
+                self._tell(ended)
+                return
+        if operation == self._current or operation in self._waiting:
+            return
         self._waiting.append(operation)
         if self._current is None:
             self._next_operation()
@@ -112,5 +121,7 @@ class Operations:
         operation, self._current = self._current, None
         self._to_restart = []
         if operation is not None:
-            self._tell(OperationEnded(operation.number, error))
+            ended = OperationEnded(operation.number, error)
+            self._ended.append(ended)
+            self._tell(ended)
         self._next_operation()

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1amii/proto/deployment.proto\x12\x06mii.v1\"\x14\n\x12WatchStatusRequest\"O\n\x10\x44\x65ploymentStatus\x12\x12\n\ndeployment\x18\x01 \x01(\t\x12\'\n\x08replicas\x18\x02 \x03(\x0b\x32\x15.mii.v1.ReplicaStatus\"}\n\rReplicaStatus\x12\x0f\n\x07replica\x18\x01 \x01(\x05\x12#\n\x05state\x18\x02 \x01(\x0e\x32\x14.mii.v1.ReplicaState\x12\x11\n\tbusy_with\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x12\n\nlast_words\x18\x05 \x01(\t\"\x10\n\x0eRestartRequest\" \n\x0cScaleRequest\x12\x10\n\x08replicas\x18\x01 \x01(\x05\"\x13\n\x11OperationResponse*\x98\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16REPLICA_STATE_STARTING\x10\x01\x12\x17\n\x13REPLICA_STATE_READY\x10\x02\x12\x1c\n\x18REPLICA_STATE_RESTARTING\x10\x03\x12\x16\n\x12REPLICA_STATE_DEAD\x10\x04\x32\xcb\x01\n\nDeployment\x12\x45\n\x0bWatchStatus\x12\x1a.mii.v1.WatchStatusRequest\x1a\x18.mii.v1.DeploymentStatus0\x01\x12<\n\x07Restart\x12\x16.mii.v1.RestartRequest\x1a\x19.mii.v1.OperationResponse\x12\x38\n\x05Scale\x12\x14.mii.v1.ScaleRequest\x1a\x19.mii.v1.OperationResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1amii/proto/deployment.proto\x12\x06mii.v1\"\x14\n\x12WatchStatusRequest\"O\n\x10\x44\x65ploymentStatus\x12\x12\n\ndeployment\x18\x01 \x01(\t\x12\'\n\x08replicas\x18\x02 \x03(\x0b\x32\x15.mii.v1.ReplicaStatus\"}\n\rReplicaStatus\x12\x0f\n\x07replica\x18\x01 \x01(\x05\x12#\n\x05state\x18\x02 \x01(\x0e\x32\x14.mii.v1.ReplicaState\x12\x11\n\tbusy_with\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x12\n\nlast_words\x18\x05 \x01(\t\"#\n\x0eRestartRequest\x12\x11\n\toperation\x18\x01 \x01(\x03\"3\n\x0cScaleRequest\x12\x10\n\x08replicas\x18\x01 \x01(\x05\x12\x11\n\toperation\x18\x02 \x01(\x03\"\x13\n\x11OperationResponse*\x98\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16REPLICA_STATE_STARTING\x10\x01\x12\x17\n\x13REPLICA_STATE_READY\x10\x02\x12\x1c\n\x18REPLICA_STATE_RESTARTING\x10\x03\x12\x16\n\x12REPLICA_STATE_DEAD\x10\x04\x32\xcb\x01\n\nDeployment\x12\x45\n\x0bWatchStatus\x12\x1a.mii.v1.WatchStatusRequest\x1a\x18.mii.v1.DeploymentStatus0\x01\x12<\n\x07Restart\x12\x16.mii.v1.RestartRequest\x1a\x19.mii.v1.OperationResponse\x12\x38\n\x05Scale\x12\x14.mii.v1.ScaleRequest\x1a\x19.mii.v1.OperationResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'mii.proto.deployment_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REPLICASTATE']._serialized_start=342
-  _globals['_REPLICASTATE']._serialized_end=494
+  _globals['_REPLICASTATE']._serialized_start=380
+  _globals['_REPLICASTATE']._serialized_end=532
   _globals['_WATCHSTATUSREQUEST']._serialized_start=38
   _globals['_WATCHSTATUSREQUEST']._serialized_end=58
   _globals['_DEPLOYMENTSTATUS']._serialized_start=60
@@ -40,11 +40,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REPLICASTATUS']._serialized_start=141
   _globals['_REPLICASTATUS']._serialized_end=266
   _globals['_RESTARTREQUEST']._serialized_start=268
-  _globals['_RESTARTREQUEST']._serialized_end=284
-  _globals['_SCALEREQUEST']._serialized_start=286
-  _globals['_SCALEREQUEST']._serialized_end=318
-  _globals['_OPERATIONRESPONSE']._serialized_start=320
-  _globals['_OPERATIONRESPONSE']._serialized_end=339
-  _globals['_DEPLOYMENT']._serialized_start=497
-  _globals['_DEPLOYMENT']._serialized_end=700
+  _globals['_RESTARTREQUEST']._serialized_end=303
+  _globals['_SCALEREQUEST']._serialized_start=305
+  _globals['_SCALEREQUEST']._serialized_end=356
+  _globals['_OPERATIONRESPONSE']._serialized_start=358
+  _globals['_OPERATIONRESPONSE']._serialized_end=377
+  _globals['_DEPLOYMENT']._serialized_start=535
+  _globals['_DEPLOYMENT']._serialized_end=738
 # @@protoc_insertion_point(module_scope)

@@ -122,12 +122,19 @@ Global___ReplicaStatus: _TypeAlias = ReplicaStatus  # noqa: Y015
 class RestartRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    OPERATION_FIELD_NUMBER: _builtins.int
+    operation: _builtins.int
+    """Drawn by the client. Asked again with the same number, because the connection broke off, this
+    is answered at the end of the operation that is under way already. 0: another one each time.
+    """
     def __init__(
         self,
+        *,
+        operation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -138,16 +145,20 @@ class ScaleRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REPLICAS_FIELD_NUMBER: _builtins.int
+    OPERATION_FIELD_NUMBER: _builtins.int
     replicas: _builtins.int
     """1 to 1024."""
+    operation: _builtins.int
+    """As in RestartRequest."""
     def __init__(
         self,
         *,
         replicas: _builtins.int = ...,
+        operation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["replicas", b"replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation", "replicas", b"replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

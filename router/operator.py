@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import secrets
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 from mii import control
-from mii.errors import DeploymentError, InvalidArgument
+from mii.errors import DeploymentError, InvalidArgument, Unavailable
 from mii.http2.server_call import Handler, ServerCall
 from mii.proto.deployment_pb2 import (
     REPLICA_STATE_DEAD,
@@ -43,9 +43,7 @@ class OperatorServicer:
         self._name = name
         self._replicas = replicas
         self._ask = ask
-        # Those of a router that was here before may still end.
-        self._numbers = itertools.count(secrets.randbits(31))
-        self._waiting: dict[int, asyncio.Future[str]] = {}
+        self._waiting: defaultdict[int, list[asyncio.Future[str]]] = defaultdict(list)
 
     @property
     def handlers(self) -> Mapping[str, Handler]:
@@ -58,9 +56,9 @@ class OperatorServicer:
 
     def ended(self, told: control.OperationEnded) -> None:
         """Take the supervisor's word that an operation has ended."""
-        future = self._waiting.pop(told.number, None)
-        if future is not None and not future.done():
-            future.set_result(told.error)
+        for future in self._waiting.pop(told.number, ()):
+            if not future.done():
+                future.set_result(told.error)
 
     async def _watch(self, request: WatchStatusRequest, call: ServerCall) -> None:
         last: DeploymentStatus | None = None
@@ -74,18 +72,21 @@ class OperatorServicer:
             await self._replicas.changed()
 
     async def _restart(self, request: RestartRequest, call: ServerCall) -> OperationResponse:
-        return await self._operate(None)
+        return await self._operate(request.operation, None)
 
     async def _scale(self, request: ScaleRequest, call: ServerCall) -> OperationResponse:
-        return await self._operate(request.replicas)
+        return await self._operate(request.operation, request.replicas)
 
-    async def _operate(self, replicas: int | None) -> OperationResponse:
+    async def _operate(self, number: int, replicas: int | None) -> OperationResponse:
         if replicas is not None and not 1 <= replicas <= MAX_REPLICAS:
             raise InvalidArgument.of("replicas", replicas, f"from 1 to {MAX_REPLICAS}")
+        if not self._replicas.told:  # by the supervisor, which is about to
+            raise Unavailable("nothing is known of the replicas yet: ask again")
         if not any(replica.ready or replica.returning for replica in self._replicas.told):
             raise DeploymentError("the deployment is starting: wait until it is ready")
-        number = next(self._numbers)
-        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+        number = number or secrets.randbits(63)
+        future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._waiting[number].append(future)
         self._ask(control.Operation(number, replicas))
         error = await future
         if error:

@@ -130,57 +130,6 @@ def router_of(record: DeploymentRecord) -> ProcessRecord:
     return next(process for process in record.processes if process.role == "router")
 
 
-def workers_of(record: DeploymentRecord) -> set[int]:
-    return {process.pid for process in record.processes if process.role == "worker"}
-
-
-def next_router(cache: Path, record: DeploymentRecord) -> DeploymentRecord:
-    """Return what the registry says once another router than that of `record` serves."""
-    deadline = time.monotonic() + 20
-    while True:
-        now = Registry(cache).get(record.name)
-        if router_of(now).pid != router_of(record).pid and router_of(now).state == "ready":
-            return now
-        assert time.monotonic() < deadline, now.processes
-        time.sleep(0.02)
-
-
-def wait_until_serving(record: DeploymentRecord) -> None:
-    with grpc.insecure_channel(record.address, channel_options()) as channel:
-        watch = health_pb2_grpc.HealthStub(channel).Watch(
-            health_pb2.HealthCheckRequest(), timeout=20, wait_for_ready=True
-        )
-        next(each for each in watch if each.status == health_pb2.HealthCheckResponse.SERVING)
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
-def test_a_router_that_ends_or_hangs_is_started_again_where_it_was(
-    number: signal.Signals, tmp_path: Path
-) -> None:
-    record = start(tmp_path, replica_num=2, enable_rest=True, rest_port=0)
-    belongings = Belongings.of(record.supervisor.pid)
-    for _ in range(2):
-        os.kill(router_of(record).pid, number)
-        again = next_router(tmp_path, record)
-        assert (again.port, again.rest_port) == (record.port, record.rest_port)
-        assert workers_of(again) == workers_of(record)
-        wait_until_serving(again)
-        record = again
-    terminate(record)
-    belongings.assert_gone()
-
-
-def test_a_router_that_dies_again_and_again_ends_the_deployment(tmp_path: Path) -> None:
-    record = start(tmp_path, max_restarts=2)
-    belongings = Belongings.of(record.supervisor.pid)
-    for _ in range(2):
-        os.kill(router_of(record).pid, signal.SIGKILL)
-        record = next_router(tmp_path, record)
-    os.kill(router_of(record).pid, signal.SIGKILL)
-    belongings.assert_gone()
-    assert Registry(tmp_path).all() == []
-
-
 def test_a_stubborn_worker_is_gone_in_time(tmp_path: Path) -> None:
     record = start(tmp_path, {"0.0": "stubborn"})
     belongings = Belongings.of(record.supervisor.pid)

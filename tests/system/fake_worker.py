@@ -36,6 +36,9 @@ def main() -> None:
     channel.send(Progress("reading weights", 0.5))
     if behaviour and behaviour.startswith("fail once there is "):
         behaviour = "fail" if os.path.exists(behaviour.rpartition(" ")[2]) else None
+    if behaviour and behaviour.startswith("wait until there is "):
+        while not os.path.exists(behaviour.rpartition(" ")[2]) and not stopped.wait(0.02):
+            pass
     match behaviour:
         case "fail":
             channel.send(Failed.of(ModelError("shard 3 is corrupt")))
