@@ -93,8 +93,8 @@ class _Sink:
     def writable(self) -> bool:
         return self._call.writable
 
-    def take(self, message: GenerateResponse) -> None:
-        for delta in message.deltas:
+    def send(self, body: bytes) -> None:
+        for delta in GenerateResponse.FromString(body).deltas[:]:
             self._prompt_tokens = delta.usage.prompt_tokens or self._prompt_tokens
             self._generated_tokens += len(delta.token_ids)
             if delta.text:

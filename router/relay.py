@@ -43,6 +43,9 @@ _MAX_MERGED_BYTES: Final = 2**20
 _MAX_UNREAD_BYTES: Final = 2**22
 _MAX_UNREAD_BYTES_PER_ANSWER: Final = 2**16
 
+# That come before the estimates of what is still to be computed are told of them.
+_COUNTED_TOKENS: Final = 16
+
 _Answer = TypeVar("_Answer")
 
 
@@ -53,8 +56,8 @@ class Sink(Protocol):
     def writable(self) -> bool:
         """Whether the client has room for another message."""
 
-    def take(self, message: GenerateResponse) -> None:
-        """Send a message."""
+    def send(self, body: bytes) -> None:
+        """Send a message, a serialised GenerateResponse."""
 
 
 class Generation:
@@ -83,7 +86,7 @@ class Generation:
         self.routes: list[Choice] = []  # where prompts went, moves included
         self._deliver = deliver
         self._sink: Sink | None = None
-        self._waiting: deque[GenerateResponse] = deque()
+        self._waiting: deque[bytes] = deque()  # messages as they are on the wire
         self._waiting_bytes = 0
         self._max_unread_bytes = max_unread_bytes
         self._news = asyncio.Event()  # a message, an error, or the end
@@ -118,7 +121,7 @@ class Generation:
         if self._sink is None:
             return
         while self._waiting and self._sink.writable:
-            self._sink.take(self._take())
+            self._sink.send(self._take())
         if not self._waiting:
             self._news.set()
 
@@ -133,7 +136,7 @@ class Generation:
                 raise StopAsyncIteration
             self._news.clear()
             await self._news.wait()
-        return self._take()
+        return GenerateResponse.FromString(self._take())
 
     @property
     def error(self) -> Exception | None:
@@ -146,20 +149,23 @@ class Generation:
         if self._unaccepted <= 0:
             self._all_accepted.set()
 
-    def put(self, response: GenerateResponse) -> None:
+    def put(self, body: bytes) -> None:
         """Pass a message on to the client, or keep it until that has read the others.
+
+        Args:
+            body: a serialised GenerateResponse.
 
         Raises:
             SlowReader: if too much is kept.
         """
         if self._sink is not None:
             if not self._waiting and self._sink.writable:
-                self._sink.take(response)
+                self._sink.send(body)
                 return
         elif not self._waiting:
             self._news.set()
-        self._waiting.append(response)
-        self._waiting_bytes += response.ByteSize()
+        self._waiting.append(body)
+        self._waiting_bytes += len(body)
         if self._max_unread_bytes is not None and self._waiting_bytes > self._max_unread_bytes:
             self._waiting.clear()
             raise SlowReader(
@@ -193,21 +199,15 @@ class Generation:
             if task is not asyncio.current_task():
                 task.cancel()
 
-    def _take(self) -> GenerateResponse:
-        merged = self._waiting.popleft()
-        if not self._waiting:
-            self._waiting_bytes = 0
-            return merged
-        size = merged.ByteSize()
+    def _take(self) -> bytes:
+        """Return messages that wait, merged: their fields are repeated, so that they only join."""
+        merged: list[bytes] = []
+        size = 0
+        while self._waiting and (not merged or size + len(self._waiting[0]) <= _MAX_MERGED_BYTES):
+            merged.append(self._waiting.popleft())
+            size += len(merged[-1])
         self._waiting_bytes -= size
-        while self._waiting:
-            more = self._waiting[0].ByteSize()
-            if size + more > _MAX_MERGED_BYTES:
-                break
-            size += more
-            self._waiting_bytes -= more
-            merged.MergeFrom(self._waiting.popleft())
-        return merged
+        return b"".join(merged)
 
 
 class Relay:
@@ -245,7 +245,7 @@ class Relay:
         deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
         singles = split(request, record.request_id, record.client)
         submissions = [_submission(single, index, record) for index, single in singles.items()]
-        tokens = sum(each.remaining_tokens() for each in submissions)
+        tokens = sum(each.remaining_tokens for each in submissions)
         with self._limit.admit(tokens, record.client) as admitted:
             progressed = partial(self._limit.progress, admitted)
             if request.attempt > 1:
@@ -312,7 +312,7 @@ class Relay:
             )
             to.routes.append(choice)
             with (
-                replica.answering(submission.remaining_tokens()) as answering,
+                replica.answering(submission.remaining_tokens) as answering,
                 record.attempt(choice) as attempt,
             ):
 
@@ -345,18 +345,20 @@ class Relay:
     ) -> None:
         now = asyncio.get_running_loop().time()
         timeout = None if deadline is None else max(0.0, deadline - now)
-        remaining = submission.remaining_tokens()
+        counted = submission.remaining_tokens
 
         def accepted() -> None:
             if submission.accept():
                 to.accept()
 
-        def received(response: GenerateResponse) -> None:
-            nonlocal remaining
-            news = submission.record(response)
-            before, remaining = remaining, submission.remaining_tokens()
-            computed(before - remaining)
-            if news.deltas:
+        def received(body: bytes) -> None:
+            nonlocal counted
+            news = submission.record(body)
+            remaining = submission.remaining_tokens
+            if counted - remaining >= _COUNTED_TOKENS or not remaining:
+                computed(counted - remaining)
+                counted = remaining
+            if news:
                 to.put(news)
 
         request = submission.next_request()

@@ -10,7 +10,6 @@ from mii.proto.inference_pb2 import (
     DetokenizeRequest,
     DetokenizeResponse,
     GenerateRequest,
-    GenerateResponse,
     ListModelsRequest,
     ListModelsResponse,
     TokenizeRequest,
@@ -48,7 +47,7 @@ class Servicer:
                     await generation.accepted()
                     call.send_initial_metadata(((ACCEPTED_KEY, request.request_id),))
                 call.on_writable(generation.pass_on)
-                await generation.send_to(_Sink(call))
+                await generation.send_to(call)
                 told = explanation(call.headers, generation.routes)
                 call.trailing_metadata = tuple(told.items())
 
@@ -62,17 +61,3 @@ class Servicer:
         self, request: ListModelsRequest, call: ServerCall
     ) -> ListModelsResponse:
         return await self._relay.list_models(call.time_remaining())
-
-
-class _Sink:
-    """Where a call's messages go."""
-
-    def __init__(self, call: ServerCall) -> None:
-        self._call = call
-
-    @property
-    def writable(self) -> bool:
-        return self._call.writable
-
-    def take(self, message: GenerateResponse) -> None:
-        self._call.send(message.SerializeToString())

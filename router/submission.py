@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import time
+from array import array
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Final
 
 from mii.errors import InternalError, Leaving, Unavailable
 from mii.messages import choices_of, partial_answers
-from mii.proto.inference_pb2 import GenerateRequest, GenerateResponse, PartialAnswer, SequenceDelta
+from mii.proto.inference_pb2 import (
+    GenerateRequest,
+    GenerateResponse,
+    PartialAnswer,
+    Prompt,
+    SequenceDelta,
+)
 from mii.router.request_record import PromptRecord
 
 _MAX_MOVES: Final = 16  # from replica to replica
@@ -25,16 +31,18 @@ def begun_answers(request: GenerateRequest) -> list[ChoiceState]:
         return [ChoiceState() for _ in range(choices_of(request))]
     begun = partial[0]
     return [
-        ChoiceState(list(begun[index])) if index in begun else ChoiceState(finish_reason="before")
+        ChoiceState(array("i", begun[index]))
+        if index in begun
+        else ChoiceState(finish_reason="before")
         for index in range(choices_of(request))
     ]
 
 
-@dataclass
+@dataclass(slots=True)
 class ChoiceState:
     """What has come back of one answer."""
 
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
     finish_reason: str = ""
     whole: SequenceDelta | None = None  # all of it, where the client wants it in one piece
 
@@ -63,22 +71,20 @@ class Submission:
     _began: float = field(default_factory=time.monotonic, init=False)
     _sent: float = field(default=0.0, init=False)  # to the replica that has it now
 
-    def remaining_tokens(self) -> float:
-        """Estimate the tokens of the prompt and of what is still to come of its answers."""
-        if self.finished:
-            return 0.0
+    def __post_init__(self) -> None:
         sampling = self.request.sampling
         limit = sampling.max_new_tokens if sampling.HasField("max_new_tokens") else _USUAL_ANSWER
-        come = [len(choice.token_ids) for choice in self.choices if not choice.finish_reason]
-        return self._prompt_tokens + sum(max(0, limit - count) for count in come)
+        self._limit = limit
+        self._streamed = self.request.stream
+        awaited = [choice for choice in self.choices if not choice.finish_reason]
+        self._unfinished = len(awaited)
+        self._answer_tokens = sum(max(0, limit - len(choice.token_ids)) for choice in awaited)
+        self._prompt_tokens = _size_of(self.request.prompts[0])
 
-    @cached_property
-    def _prompt_tokens(self) -> float:
-        prompt = self.request.prompts[0]
-        if prompt.HasField("token_ids"):
-            return float(len(prompt.token_ids.ids))
-        characters = len(prompt.chat.messages_json) + len(prompt.text)
-        return characters / _CHARACTERS_PER_TOKEN
+    @property
+    def remaining_tokens(self) -> float:
+        """The tokens of the prompt and of what is still to come of its answers, estimated."""
+        return self._prompt_tokens + self._answer_tokens if self._unfinished else 0.0
 
     def next_request(self) -> GenerateRequest:
         """Return what to ask the next replica: the whole request, or what is left of it."""
@@ -102,38 +108,67 @@ class Submission:
         self._accepted = self._in_hands = True
         return first
 
-    def record(self, response: GenerateResponse) -> GenerateResponse:
-        """Take in what a worker has sent; return what of it the client is to get now.
+    def record(self, body: bytes) -> bytes:
+        """Take in a message of a worker's; return what of it the client is to get now, if anything.
+
+        Called for every token: what need not be altered is passed on as it came.
 
         Raises:
             InternalError: if the worker breaks the protocol.
         """
-        ended = GenerateResponse()
-        for delta in response.deltas:
-            delta.prompt_index = self.prompt_index
-            if delta.choice_index >= len(self.choices):
-                raise InternalError(f"a worker answered as choice {delta.choice_index} of {self}")
-            choice = self.choices[delta.choice_index]
+        response = GenerateResponse.FromString(body)
+        altered = self.prompt_index > 0
+        whole = []
+        # Slices: to iterate over a message's field itself takes four times as long.
+        for delta in response.deltas[:]:
+            choice = self._add(delta)
+            if altered:
+                delta.prompt_index = self.prompt_index
             if choice.finish_reason:
-                raise InternalError(f"a worker went on after the end of {self}")
-            before = len(choice.token_ids)
-            choice.token_ids.extend(delta.token_ids)
-            choice.finish_reason = delta.finish_reason
-            self._moved_on = True
-            self._correct_times(delta)
-            if self.seen is not None:
-                self.seen.tokens(delta.choice_index, len(choice.token_ids) - before)
-                if choice.finish_reason:
-                    self.seen.ended(delta.usage)
-            if not self.request.stream and (whole := _joined(choice, delta)).finish_reason:
-                ended.deltas.append(whole)
-                choice.whole = None
-        return response if self.request.stream else ended
+                altered |= self._end(delta)
+            if not self._streamed:
+                joined = _joined(choice, delta)
+                if joined.finish_reason:
+                    whole.append(joined)
+                    choice.whole = None
+        if self._streamed:
+            return response.SerializeToString() if altered else body
+        return GenerateResponse(deltas=whole).SerializeToString()
+
+    def _add(self, delta: SequenceDelta) -> ChoiceState:
+        """Take in what has come of an answer."""
+        index = delta.choice_index
+        if index >= len(self.choices):
+            raise InternalError(f"a worker answered as choice {index} of {self}")
+        choice = self.choices[index]
+        if choice.finish_reason:
+            raise InternalError(f"a worker went on after the end of {self}")
+        ids = delta.token_ids[:]
+        left = self._limit - len(choice.token_ids)  # of the answer, before these
+        choice.token_ids.extend(ids)
+        choice.finish_reason = delta.finish_reason
+        self._moved_on = True
+        if left > 0:
+            self._answer_tokens -= left if choice.finish_reason else min(left, len(ids))
+        if self.seen is not None:
+            self.seen.tokens(index, len(ids))
+        return choice
+
+    def _end(self, delta: SequenceDelta) -> bool:
+        """Note that an answer has come to its end; return whether its last delta was altered."""
+        self._unfinished -= 1
+        if self.moves:  # its usage is to count from the beginning
+            earlier = self._sent - self._began
+            delta.usage.total_seconds += earlier
+            delta.usage.time_to_first_token_seconds += earlier
+        if self.seen is not None:
+            self.seen.ended(delta.usage)
+        return self.moves > 0
 
     @property
     def finished(self) -> bool:
         """Whether every answer to the prompt has come to its end."""
-        return all(choice.finish_reason for choice in self.choices)
+        return self._unfinished == 0
 
     def is_suspect(self, error: Unavailable) -> bool:
         """Whether its replica may have died of this request: it had it, and gave no token of it."""
@@ -166,15 +201,15 @@ class Submission:
                 f"time from replica {replica} ({error}): send it again"
             )
 
-    def _correct_times(self, delta: SequenceDelta) -> None:
-        """Have the usage of a request that was moved count from its beginning."""
-        if self.moves and delta.finish_reason:
-            earlier = self._sent - self._began
-            delta.usage.total_seconds += earlier
-            delta.usage.time_to_first_token_seconds += earlier
-
     def __str__(self) -> str:
         return f"request {self.request.request_id}"
+
+
+def _size_of(prompt: Prompt) -> float:
+    """Estimate the tokens of a prompt."""
+    if prompt.HasField("token_ids"):
+        return float(len(prompt.token_ids.ids))
+    return (len(prompt.chat.messages_json) + len(prompt.text)) / _CHARACTERS_PER_TOKEN
 
 
 def _joined(choice: ChoiceState, delta: SequenceDelta) -> SequenceDelta:

@@ -18,7 +18,6 @@ from mii.proto.inference_pb2 import (
     DetokenizeRequest,
     DetokenizeResponse,
     GenerateRequest,
-    GenerateResponse,
     ListModelsRequest,
     ListModelsResponse,
     TokenizeRequest,
@@ -46,7 +45,7 @@ class WorkerTransport(Protocol):
         request: GenerateRequest,
         timeout: float | None,
         on_accepted: Callable[[], None],
-        on_message: Callable[[GenerateResponse], None],
+        on_message: Callable[[bytes], None],
     ) -> None:
         """Make a call; return when the worker has ended it. A cancellation cancels it there, too.
 
@@ -54,7 +53,8 @@ class WorkerTransport(Protocol):
             request: what is asked.
             timeout: until nobody waits for the answer any more.
             on_accepted: is called when the worker has found the request valid and has queued it.
-            on_message: is called with each message, later; what it raises ends the call.
+            on_message: is called with each message, later, a serialised GenerateResponse; what it
+                raises ends the call.
         """
 
     async def tokenize(self, request: TokenizeRequest, timeout: float | None) -> TokenizeResponse:
@@ -98,7 +98,7 @@ class Http2Transport:
         request: GenerateRequest,
         timeout: float | None,
         on_accepted: Callable[[], None],
-        on_message: Callable[[GenerateResponse], None],
+        on_message: Callable[[bytes], None],
     ) -> None:
         accepted = False
 
@@ -114,7 +114,7 @@ class Http2Transport:
         def message_came(body: bytes) -> None:
             if not accepted:
                 accept()
-            on_message(GenerateResponse.FromString(body))
+            on_message(body)
 
         try:
             call = await self._channel.call(

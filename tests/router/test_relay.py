@@ -37,7 +37,7 @@ class ScriptedTransport:
         request: GenerateRequest,
         timeout: float | None,
         on_accepted: Callable[[], None],
-        on_message: Callable[[GenerateResponse], None],
+        on_message: Callable[[bytes], None],
     ) -> None:
         prompt = int(request.prompts[0].text)
         on_accepted()
@@ -45,7 +45,7 @@ class ScriptedTransport:
             for turns, pieces in self._scripts[prompt]:
                 for _ in range(turns):
                     await asyncio.sleep(0)
-                on_message(message_of(pieces))
+                on_message(message_of(pieces).SerializeToString())
         except asyncio.CancelledError:
             self.cancelled.add(prompt)
             raise
@@ -162,9 +162,10 @@ class Client:
     def writable(self) -> bool:
         return self.room > 0
 
-    def take(self, message: GenerateResponse) -> None:
+    def send(self, body: bytes) -> None:
         assert self.room > 0
         self.room -= 1
+        message = GenerateResponse.FromString(body)
         self.texts.append("".join(delta.text for delta in message.deltas))
 
 
