@@ -13,4 +13,4 @@ def test_no_answer_is_lost_or_wrong_while_replicas_die(cache: Path, tiny_model: 
         threads=1,
     )  # fmt: skip
     assert not report.faults, "\n".join(report.lines())
-    assert report.kills.total() >= 2 and report.answered.total() > 20, report.lines()
+    assert report.kills.total() >= 2 and report.answered.total() > 8, report.lines()
