@@ -19,8 +19,8 @@ test: lint ## what CI runs
 full-test: lint ## the long forms of the checks, too, and property tests with new examples (about an hour on 2 cores)
 	.venv/bin/python -m pytest -q --full
 
-chaos: setup ## ten minutes of clients that ask while workers are killed under them
-	.venv/bin/python -m tests.system.chaos
+chaos: setup ## ten minutes of clients that ask while workers are killed under them; ROUTER=1: and the router
+	.venv/bin/python -m tests.system.chaos $(if $(ROUTER),--router)
 
 clean:
 	rm -rf .venv build dist *.egg-info

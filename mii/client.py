@@ -43,6 +43,7 @@ from mii.retries import (
     REMOTE_RETRY_SECONDS,
     RETRY_SECONDS,
     Attempts,
+    BrokenOff,
     Patience,
     deadline_of,
 )
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 
 _TERMINATE_SECONDS: Final = 10.0  # until a deployment that was told to end must be gone
 _POLL_SECONDS: Final = 0.05
+_NO_CONNECTION: Final = "failed to connect"  # C-core's words, by which alone it tells that
 
 StreamingFunction = Callable[[list[Response]], object]
 
@@ -129,7 +131,9 @@ class DeploymentClient:
         failure = error_of_call(error)
         ours = any(key == ERROR_KEY for key, _ in call.trailing_metadata() or ())
         if isinstance(failure, Unavailable) and not ours:  # gRPC's own words
-            return Unavailable(f"{self._name} cannot be reached: {failure}")
+            if _NO_CONNECTION in str(failure):
+                return Unavailable(f"{self._name} cannot be reached: {failure}")
+            return BrokenOff(f"the connection to {self._name} broke off: {failure}")
         return failure
 
     def patience(self, timeout: float | None) -> Patience:

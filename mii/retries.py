@@ -23,7 +23,15 @@ RETRY_SECONDS, REMOTE_RETRY_SECONDS = 60.0, 10.0
 
 _FIRST_PAUSE: Final = 0.05  # seconds; doubled each time
 _LONGEST_PAUSE: Final = 1.0
+# A connection that broke off after so many seconds had been of use: what follows is a new failure.
+# But only so many times, if nothing comes in between: something on the way may end it each time.
+_LASTING: Final = 1.0
+_MOST_BREAKS: Final = 8
 _REFUSALS: Final = 2  # for a full queue, after which a request that is new is tried again
+
+
+class BrokenOff(Unavailable):
+    """There was a connection, and it broke off in the middle of a call."""
 
 
 @dataclass
@@ -47,8 +55,10 @@ class Patience:
         self._deadline = deadline
         self._failing_since: float | None = None
         self._pause = _FIRST_PAUSE
+        self._tried_at = time.monotonic()
         self._refusals = 0
-        self._broke_off = False  # it had been taken on, perhaps, before the connection broke
+        self._breaks = 0  # of connections that had lasted, without an answer between them
+        self._under_way = False  # it had been taken on, perhaps, before a connection broke
 
     def pause_after(self, error: Exception) -> float:
         """Return the seconds until the next try.
@@ -60,6 +70,10 @@ class Patience:
             Exception: the error itself, if a further try is of no use.
         """
         now = time.monotonic()
+        if isinstance(error, BrokenOff) and now - self._tried_at >= _LASTING:
+            self._breaks += 1
+            if self._breaks <= _MOST_BREAKS:
+                self._begin_anew()
         since = self._failing_since = self._failing_since or now
         pause = self._pause * random.uniform(0.5, 1.0)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
@@ -68,17 +82,22 @@ class Patience:
                 pause = error.retry_after * random.uniform(1.0, 1.1)  # not all at the same time
             self._refusals += 1
             told_when = error.retry_after is not None and self._refusals <= _REFUSALS
-            useful = told_when or self._broke_off
+            useful = told_when or self._under_way
         else:
             useful = isinstance(error, Unavailable)
-            self._broke_off = True
+            self._under_way = True
         late = self._deadline is not None and now + pause >= self._deadline
         if not useful or late or now + pause - since > self._seconds:
             raise error
+        self._tried_at = now + pause
         return pause
 
     def worked(self) -> None:
         """Note that the server answers: what fails next begins a new row."""
+        self._breaks = 0
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self._failing_since = None
         self._pause = _FIRST_PAUSE
 

@@ -18,7 +18,7 @@ from mii.proto.inference_pb2 import (
     SamplingParams,
     SequenceDelta,
 )
-from mii.retries import Attempts, Patience
+from mii.retries import Attempts, BrokenOff, Patience
 
 
 def request_of(prompts: int, choices: int, *, stream: bool = True) -> GenerateRequest:
@@ -177,3 +177,40 @@ def test_a_full_queue_is_waited_for_as_it_says_and_not_for_ever() -> None:
 def test_a_full_queue_is_no_reason_to_give_up_what_was_under_way() -> None:
     full = Overloaded("full")
     assert len(pauses_of(Patience(30.0, None), Unavailable("gone"), full, full, full, full)) == 5
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+
+def breaks_after(clock: Clock, patience: Patience, seconds: float, error: MIIError) -> None:
+    clock.now += seconds
+    clock.now += patience.pause_after(error)
+
+
+def test_a_connection_that_lasted_and_breaks_off_is_a_new_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    broken, unreachable = BrokenOff("socket closed"), Unavailable("failed to connect")
+    patience = Patience(10.0, None)
+    for _ in range(4):  # a long answer of which nothing comes before its end
+        breaks_after(clock, patience, 9.0, broken)
+        breaks_after(clock, patience, 5.0, unreachable)
+    with pytest.raises(Unavailable):
+        breaks_after(clock, patience, 6.0, unreachable)
+
+
+def test_a_connection_that_breaks_off_again_and_again_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, patience = Clock(monkeypatch), Patience(10.0, None)
+    idle = BrokenOff("idle for a minute")
+    for _ in range(8):
+        breaks_after(clock, patience, 60.0, idle)
+    with pytest.raises(BrokenOff):
+        breaks_after(clock, patience, 60.0, idle)

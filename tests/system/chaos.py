@@ -3,8 +3,8 @@
     python -m tests.system.chaos [--model smollm2] [--seconds 600] [--clients 32] [--replicas 3]
                                  [--router]
 
-With --router the router dies, too: our own clients must not notice, and those that speak plain HTTP
-see their connection break off, and ask again.
+With --router the router dies, too: our own clients must not notice, and those that speak plain gRPC
+or HTTP see their connection break off or UNAVAILABLE, and ask again.
 
 Every question is asked once in calm, and then again and again while replicas die in every way: an
 answer that differs, is missing, or does not come is a fault. Unseeded answers, which differ each
@@ -33,8 +33,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
+
 import mii
 from mii import MIIClient
+from mii.channel import channel_options
+from mii.engine.params import check_params
+from mii.messages import sampling_message
+from mii.proto.inference_pb2 import GenerateRequest, Prompt
+from mii.proto.inference_pb2_grpc import InferenceStub
 from mii.registry import ProcessRecord, Registry
 
 HUNG_SECONDS = 120.0  # within which every answer must come, replicas dying or not
@@ -75,6 +82,25 @@ def _streamed(client: MIIClient, prompt: str, **params: Any) -> Answer:
     return [("".join(map(str, pieces)), ids, str(pieces[-1].finish_reason))]
 
 
+def _plainly_over_grpc(stub: InferenceStub, prompt: str, **params: Any) -> Answer:
+    """Ask as a client in any language does, which does not ask again by itself."""
+    sampling = sampling_message(check_params(params))
+    request = GenerateRequest(prompts=[Prompt(text=prompt)], sampling=sampling, stream=True)
+    try:
+        deltas = [
+            delta
+            for message in stub.Generate(request, timeout=HUNG_SECONDS)
+            for delta in message.deltas
+        ]
+    except grpc.RpcError as error:
+        call: Any = error
+        if call.code() is grpc.StatusCode.UNAVAILABLE:
+            raise BrokenOff(call.details()) from None
+        raise
+    ids = tuple(token for delta in deltas for token in delta.token_ids)
+    return [("".join(delta.text for delta in deltas), ids, deltas[-1].finish_reason)]
+
+
 def _over_http(url: str, body: dict[str, Any]) -> Answer:
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -97,6 +123,7 @@ def _over_http(url: str, body: dict[str, Any]) -> Answer:
 def questions_for(client: MIIClient, url: str, count: int, longest: int) -> list[Question]:
     """Return questions of every kind."""
     rng = random.Random(0)
+    stub = InferenceStub(grpc.insecure_channel(client.address, channel_options()))
     words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "in", "Seattle"]
 
     def prompt() -> str:
@@ -118,12 +145,13 @@ def questions_for(client: MIIClient, url: str, count: int, longest: int) -> list
             ("n = 2", lambda p=one, k=seeded: _over_grpc(client, [p], n=2, **k)),
             ("stop", lambda p=one, k=seeded: _streamed(client, p, stop=["qzj", " a "], **k)),
             ("logprobs", lambda p=one, k=seeded: _over_grpc(client, [p], logprobs=2, **k)),
+            ("plain gRPC", lambda p=one, k=seeded: _plainly_over_grpc(stub, p, **k)),
             ("HTTP", lambda b=http: _over_http(url, b)),
             ("HTTP stream", lambda b=http: _over_http(url, {**b, "stream": True})),
             ("HTTP schema", lambda b=http: _over_http(url, {**b, "stream": True, **AS_JSON})),
         ]
         name, ask = kinds[number % len(kinds)]
-        questions.append(Question(name, ask, plain=name.startswith("HTTP")))
+        questions.append(Question(name, ask, plain=name.startswith(("HTTP", "plain"))))
         if number % len(kinds) == 0:
             unseeded = {**new, "temperature": 0.8}
             ask = lambda p=one, k=unseeded: _streamed(client, p, **k)  # noqa: E731
@@ -153,6 +181,7 @@ class Report:
     faults: list[str] = field(default_factory=list)
     kills: Counter[str] = field(default_factory=Counter)
     recoveries: list[float] = field(default_factory=list)  # seconds until a replica served again
+    router_recoveries: list[float] = field(default_factory=list)
     longest_answer: float = 0.0
     broken_off: int = 0  # plain clients' connections, by the router's death
 
@@ -162,15 +191,44 @@ class Report:
             f"{self.answered.total()} answers, {len(self.faults)} faults: {dict(self.answered)}",
             f"{self.kills.total()} kills: {dict(self.kills)}",
             f"longest answer {self.longest_answer:.2f} s",
-            f"{self.broken_off} HTTP requests were broken off and asked again",
+            f"{self.broken_off} requests of plain clients were broken off and asked again",
         ]
-        if len(self.recoveries) > 1:
-            tenths = statistics.quantiles(self.recoveries, n=10)
-            lines.append(
-                f"a killed replica served again after {statistics.median(self.recoveries):.2f} s "
-                f"(median), {tenths[-1]:.2f} (p90), {max(self.recoveries):.2f} (longest)"
-            )
+        for what, seconds in (("replica", self.recoveries), ("router", self.router_recoveries)):
+            if len(seconds) > 1:
+                lines.append(
+                    f"a killed {what} served again after {statistics.median(seconds):.2f} s "
+                    f"(median), {statistics.quantiles(seconds, n=10)[-1]:.2f} (p90), "
+                    f"{max(seconds):.2f} (longest)"
+                )
         return lines + self.faults[:20]
+
+
+class RouterKiller:
+    """Kills the router again and again, a while after it has come to serve."""
+
+    def __init__(self, report: Report, pauses: tuple[float, float]) -> None:
+        self._report = report
+        self._pauses = pauses
+        self._rng = random.Random(2)
+        self._pid = 0
+        self._dies_at = 0.0
+        self._killed_at: float | None = None
+
+    def look(self, router: ProcessRecord, may_kill: bool) -> None:
+        """Do what the time has come for."""
+        now = time.monotonic()
+        if router.state != "ready":
+            return
+        if router.pid != self._pid:  # it serves, for the first time or again
+            if self._killed_at is not None:
+                self._report.router_recoveries.append(now - self._killed_at)
+            self._pid, self._killed_at = router.pid, None
+            self._dies_at = now + self._rng.uniform(*self._pauses)
+        elif self._killed_at is None and may_kill and now >= self._dies_at:
+            way = self._rng.choice(["SIGKILL", "SIGSTOP", "SIGTERM", "SIGABRT"])
+            WAYS_TO_DIE[way](router.pid)
+            self._report.kills[f"router {way}"] += 1
+            self._killed_at = now
 
 
 class Chaos:
@@ -181,31 +239,41 @@ class Chaos:
         name: str,
         registry: Registry,
         questions: Sequence[Question],
+        pauses: tuple[float, float],
         *,
         kill_router: bool = False,
     ) -> None:
-        self._kill_router = kill_router
+        """Set out.
+
+        Args:
+            name: of the deployment.
+            registry: that knows it.
+            questions: of which the clients choose.
+            pauses: shortest and longest time between two deaths.
+            kill_router: some time after it has come to serve.
+        """
+        self._pauses = pauses
+        self.report = Report()
+        self._router_killer = RouterKiller(self.report, pauses) if kill_router else None
         self._name = name
         self._registry = registry
         self._questions = questions
         self._calm: dict[int, Answer] = {}
         self._over = threading.Event()
         self._lock = threading.Lock()
-        self.report = Report()
 
-    def run(self, seconds: float, clients: int, pauses: tuple[float, float]) -> Report:
+    def run(self, seconds: float, clients: int) -> Report:
         """Ask everything in calm, and then amid deaths for some seconds.
 
         Args:
             seconds: how long.
             clients: that ask at the same time.
-            pauses: shortest and longest time between two deaths.
         """
         with ThreadPoolExecutor(clients) as pool:
             self._calm = dict(enumerate(pool.map(lambda q: q.ask(), self._questions)))
             asking = [pool.submit(self._ask, seed) for seed in range(clients)]
             try:
-                self._kill(time.monotonic() + seconds, pauses)
+                self._kill(time.monotonic() + seconds)
             finally:
                 self._over.set()
             for each in asking:
@@ -221,7 +289,7 @@ class Chaos:
                 answer = question.ask()
             except (OSError, http.client.HTTPException, BrokenOff) as error:
                 refused = isinstance(error, urllib.error.HTTPError) and error.code != 503
-                if not (question.plain and self._kill_router) or refused:
+                if not (question.plain and self._router_killer) or refused:
                     self._note(question, began, f"{type(error).__name__}: {error}")
                 with self._lock:
                     self.report.broken_off += 1
@@ -247,10 +315,10 @@ class Chaos:
                 self.report.answered[question.name] += 1
                 self.report.longest_answer = max(self.report.longest_answer, took)
 
-    def _kill(self, until: float, pauses: tuple[float, float]) -> None:
+    def _kill(self, until: float) -> None:
         rng = random.Random(1)
         down: dict[int, tuple[int, str, float]] = {}  # replica: pid of the victim, way, when
-        next_death = time.monotonic() + rng.uniform(*pauses)
+        next_death = time.monotonic() + rng.uniform(*self._pauses)
         while time.monotonic() < until or down:
             time.sleep(0.05)
             workers = self._workers()
@@ -267,27 +335,23 @@ class Chaos:
                 elif time.monotonic() - since > HUNG_SECONDS:
                     self.report.faults.append(f"replica {replica} did not come back")
                     del down[replica]
-            if self._kill_router and rng.random() < 0.005 and time.monotonic() < until:
-                self._kill_the_router(rng)
+            if self._router_killer is not None:
+                self._router_killer.look(self._router(), time.monotonic() < until)
             up = [w for w in workers.values() if w.state == "ready" and w.replica not in down]
             if time.monotonic() >= next_death and up and time.monotonic() < until:
                 victim, way = rng.choice(up), rng.choice(list(WAYS_TO_DIE))
                 WAYS_TO_DIE[way](victim.pid)
                 self.report.kills[way] += 1
                 down[victim.replica] = victim.pid, way, time.monotonic()
-                next_death = time.monotonic() + rng.uniform(*pauses)
-
-    def _kill_the_router(self, rng: random.Random) -> None:
-        record = self._registry.get(self._name)
-        router = next(process for process in record.processes if process.role == "router")
-        if router.state == "ready":
-            way = rng.choice(["SIGKILL", "SIGSTOP", "SIGTERM", "SIGABRT"])
-            WAYS_TO_DIE[way](router.pid)
-            self.report.kills[f"router {way}"] += 1
+                next_death = time.monotonic() + rng.uniform(*self._pauses)
 
     def _workers(self) -> dict[int, ProcessRecord]:
         record = self._registry.get(self._name)
         return {p.replica: p for p in record.processes if p.role == "worker" and p.rank == 0}
+
+    def _router(self) -> ProcessRecord:
+        record = self._registry.get(self._name)
+        return next(process for process in record.processes if process.role == "router")
 
 
 def run_chaos(
@@ -311,8 +375,8 @@ def run_chaos(
         registry = Registry(cache)
         (record,) = [r for r in registry.all() if r.address == client.address]
         questions = questions_for(client, f"http://{record.rest_address}", 4 * clients, longest)
-        chaos = Chaos(record.name, registry, questions, kill_router=kill_router)
-        return chaos.run(seconds, clients, pauses)
+        chaos = Chaos(record.name, registry, questions, pauses, kill_router=kill_router)
+        return chaos.run(seconds, clients)
     finally:
         client.terminate_server()
 
