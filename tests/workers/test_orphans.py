@@ -51,12 +51,15 @@ class Asking:
         self.messages: list[GenerateResponse] = []
         self.accepted = asyncio.Event()
         self.task = asyncio.create_task(
-            self.transport.generate(request, 60, self.accepted.set, self.messages.append)
+            self.transport.generate(request, 60, self.accepted.set, self._take)
         )
+
+    def _take(self, body: bytes) -> None:
+        self.messages.append(GenerateResponse.FromString(body))
 
     async def lose_connection(self) -> None:
         await self.transport.close()
-        await asyncio.wait([self.task])
+        await asyncio.gather(self.task, return_exceptions=True)
 
     def tokens(self, choice: int = 0) -> list[int]:
         deltas = [delta for message in self.messages for delta in message.deltas]
